@@ -164,14 +164,15 @@ def _shape(kb: int, *begins: str) -> Callable[[str, dict[str, int]], bool]:
 
 
 PORTABLE = [
-    Group(f"portable kernels{suffix}: {title}", "portable", _shape(kb, *begins), target, 0.5)
+    Group(f"portable kernels{suffix}: {title}", "portable", _shape(kb, *begins), target, least)
     for kb, suffix, prefill in ((163, "", 0.6), (99, " in 99 KB", 0.5))
-    for title, begins, target in (
-        ("prefill", ("prefill",), prefill),
-        ("FP8 decode V32, 8 to 32 heads", ("V32 h 8 ", "V32 h 16 ", "V32 h 32 "), 1.0),
-        ("FP8 decode V32, 64 and 128 heads", ("V32 h 64 ", "V32 h 128 "), 0.75),
-        ("FP8 decode V4", ("V4 ",), 0.75),
-        ("bf16 decode, beside FlashAttention 3", ("bf16 ",), 0.8),
+    for title, begins, target, least in (
+        ("prefill", ("prefill",), prefill, 0.5),
+        ("FP8 decode V32, 8 to 32 heads", ("V32 h 8 ", "V32 h 16 ", "V32 h 32 "), 1.0, 0.5),
+        ("FP8 decode V32, 64 and 128 heads", ("V32 h 64 ", "V32 h 128 "), 0.75, 0.5),
+        ("FP8 decode V4", ("V4 ",), 0.75, 0.5),
+        ("bf16 decode, beside FlashAttention 3", ("bf16 ",), 0.8, 0.5),
+        ("dense decode", ("dense ",), 0.75, 0.55),
     )
 ]
 CACHE_OPS = [

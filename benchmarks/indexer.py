@@ -62,7 +62,7 @@ DECODES = (
     (64, 1, 131072), (64, 2, 32768), (128, 1, 8192), (128, 1, 65536), (256, 1, 4096),
 )  # fmt: skip
 QUICK = ((4096, 8192), (64, 1, 32768), (256, 131072), (64, 1, 131072), (1, 1, 32768), (64, 2, 32768))
-DRAWN_PREFILLS, DRAWN_DECODES = 5, 10
+DRAWN_PREFILLS, DRAWN_DECODES, DRAWN_SHORT = 5, 10, 3  # the last: decodes of at most K keys
 PEERS_QUERIES = 2  # of a request, at most, in DeepGEMM's decode
 Shape = tuple[int, ...]  # queries and keys, or requests, queries of each and keys
 Tensors = tuple[torch.Tensor, ...]
@@ -95,6 +95,7 @@ def shapes(rng: np.random.Generator, quick: bool) -> list[Shape]:
         if i < DRAWN_PREFILLS:
             keys = int(2 ** rng.uniform(12, 17)) // 64 * 64
             drawn.append((min(int(2 ** rng.uniform(8, 13)), keys), keys))
+    drawn += [(int(2 ** rng.uniform(0, 8)), 1, int(rng.integers(1, K // 64 + 1)) * 64) for _ in range(DRAWN_SHORT)]
     return list(dict.fromkeys((*QUICK, *DECODES, *PREFILLS, *drawn)))
 
 

@@ -4,7 +4,7 @@ python benchmarks/portable.py [--quick] [--only REGEX] [--limit SECONDS]
 
 `shape` is the shared memory in KB that the kernel is built for: 163 (sm_80, 90, 100), 99 (sm_86, 89, 120). Batches of
 decode are drawn at random; the seed is in the record. Decode over bf16 rows is beside FlashAttention 3, and left out
-where that is not found; all other rows are beside FlashMLA.
+where that is not found; all other rows are beside FlashMLA. Dense decode is of dense_decode.py's sizes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import cache, partial
 from multiprocessing import get_context
 from typing import Any
 
+import dense_decode
 import torch
 from cases import PORTABLE, judge
 from fa3_peer import fa3_calls, fa3_peer
@@ -64,6 +65,14 @@ def decode(peer: Any, sets: Callable[[], list[Set]], fa3: bool = False) -> Make:
     return make
 
 
+def dense(peer: Any, row: dict[str, Any], rows_of_cache: Callable[[], torch.Tensor]) -> Make:
+    def make() -> tuple[OurCalls, list[Call], int]:
+        sets = dense_decode.input_sets(row, rows_of_cache())
+        return partial(dense_decode.our_calls, sets), dense_decode.flash_mla_calls(peer, sets), row["h"]
+
+    return make
+
+
 def rows(rng: random.Random, peer: Any, fa3: bool, quick: bool) -> Iterator[tuple[str, str, Make]]:
     """Kind, name and calls of each row. Those that count most come first."""
     for h, d, s_kv in ((64, 576, 32768), (128, 576, 131072), (64, 512, 131072), (128, 512, 32768))[: 1 if quick else 4]:
@@ -85,6 +94,9 @@ def rows(rng: random.Random, peer: Any, fa3: bool, quick: bool) -> Iterator[tupl
                 h, b, topk,
             )  # fmt: skip
             yield "V4", f"V4 h {h} b {b} s_q 1 topk 128+{topk}", decode(peer, sets)
+    dense_rows = cache(dense_decode.filled_cache)
+    for row in dense_decode.rows(rng, quick):
+        yield "dense", dense_decode.name_of(row), dense(peer, row, dense_rows)
     if fa3:
         bf16 = cache(lambda: normal(TOKENS // 128, 64, 1, 576))
         for h in (16, 64, 128):

@@ -33,7 +33,7 @@ from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE
 from cupy_mla.ops.examples import SM_SCALES, Wanted
 from cupy_mla.ops.table import OPERATIONS, TABLE, Operation
 
-BF16 = ml_dtypes.bfloat16
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 
 
 def on_gpu(*arrays: np.ndarray | None) -> list:
@@ -99,6 +99,30 @@ def merge_case(rng: np.random.Generator) -> None:
     for call in operation.calls(rng, Wanted(strays=True)):
         results, references = (operation.run(call, array) for array in (cupy.asarray, np.asarray))
         compare_attention(f"attention of ranks {call.detail}", results, references)
+
+
+def backward_case(rng: np.random.Generator, h: int, dtype: str, d_qk: int = 576) -> None:
+    """Gradients of a prefill, in one chunk and in several, which must give the same bits."""
+    q = (10 * rng.standard_normal((9, h, d_qk))).astype(BF16)
+    kv = (0.1 * rng.standard_normal((300, 1, d_qk))).astype(BF16)
+    indices = rng.integers(-5, 310, (9, 1, 200), dtype=np.int32)
+    dout, sink = rng.standard_normal((9, h, 512)).astype(BF16), rng.standard_normal(h).astype(np.float32)
+    length, d_lse = rng.integers(0, 201, 9, dtype=np.int32), rng.standard_normal((9, h), np.float32)
+    length[:3] = 0, 33, 200
+    out, _, lse = cupy_mla.sparse_prefill(q, kv, indices, 0.04, attn_sink=sink, topk_length=length)
+    of_forward = (q, kv, indices, out, lse, dout)
+    gpu, more = on_gpu(*of_forward), {"dq_dtype": dtype, "dkv_dtype": dtype}
+    arrays = {"attn_sink": sink, "topk_length": length, "d_lse": d_lse}
+    on = dict(zip(arrays, on_gpu(*arrays.values()), strict=True))
+    expected = cupy_mla.sparse_prefill_backward(*of_forward, 0.04, **arrays, **more)
+    whole = cupy_mla.sparse_prefill_backward(*gpu, 0.04, **on, **more)
+    chunks = cupy_mla.sparse_prefill_backward(*gpu, 0.04, **on, **more, max_workspace_bytes=1 << 20)
+    for part, ours, others, reference in zip(("dq", "dkv", "d_sink"), whole, chunks, expected, strict=True):
+        name = f"backward h {h} d_qk {d_qk} {dtype} {part}"
+        got, want = (cupy.asnumpy(x).astype(np.float32) for x in (ours, reference))
+        # Sums of dS, which are differences, and of P: their errors go with the largest of them.
+        assert np.abs(got - want).max() <= 0.02 * np.abs(want).max(), name
+        compare(f"{name}, chunks", cupy.asarray(others).view(np.uint8), cupy.asnumpy(ours).view(np.uint8))
 
 
 @contextmanager
@@ -177,24 +201,40 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
 
 
 DENSE_SPLITS = {"dense_cluster_sm90": (None, 3), "dense_whole_sm90": (None, 1)}
+DENSE_DIVISIONS = {
+    "dense_fp8_sm90": tuple(f"{kind}(heads={n})" for kind in ("whole", "clusters", "shares") for n in (32, 64))
+}
 
 
-def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel: str) -> None:
+def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel: str, e4m3_q: bool = False) -> None:
     """Requests of all lengths, one beyond the table, and blocks that the cache has not: whole, in splits and shares."""
-    cache, gpu_cache = packed(rng, layout, 9, 61)
-    q = (10 * rng.standard_normal((6, 2, h, layout.d_qk))).astype(BF16)
+    scales = {}
+    if layout.scale_of_call:
+        cache = rng.standard_normal((9, 61, layout.d_qk)).astype(E4M3).view(np.uint8)
+        (gpu_cache,), scales["k_scale"] = on_gpu(cache), 0.1
+    else:
+        cache, gpu_cache = packed(rng, layout, 9, 61)
+    q = (10 * rng.standard_normal((6, 2, h, layout.d_qk))).astype(E4M3 if e4m3_q else BF16)
+    if e4m3_q:
+        q, scales["q_scale"] = q.view(np.uint8), 0.9
     table, lens = rng.integers(0, 9, (6, 15), dtype=np.int32), np.array([1, 0, 915, 64, 940, 3], np.int32)
     table[2, 3:7], table[4, :2] = -1, 9
     scale = SM_SCALES[layout.d_qk]
     gpu_q, gpu_table, gpu_lens = on_gpu(q, table, lens)
     os.environ[VARIABLE] = kernel
     for tokens, sees in ((2, {}), (1, {"causal": False, "window": 100})):
-        expected = cupy_mla.dense_decode(q[:, :tokens], cache, table, lens, scale, **sees)
+        expected = cupy_mla.dense_decode(q[:, :tokens], cache, table, lens, scale, **scales, **sees)
         for splits in DENSE_SPLITS.get(kernel, (None, 1, 3)):
             result = cupy_mla.dense_decode(
-                gpu_q[:, :tokens], gpu_cache, gpu_table, gpu_lens, scale, num_splits=splits, **sees
+                gpu_q[:, :tokens], gpu_cache, gpu_table, gpu_lens, scale, num_splits=splits, **scales, **sees
             )
             compare_attention(f"dense {layout.name} h {h} {kernel} {tokens} tokens splits {splits}", result, expected)
+        for division in DENSE_DIVISIONS.get(kernel, ()):
+            with cupy_mla.forced(division=division):
+                result = cupy_mla.dense_decode(
+                    gpu_q[:, :tokens], gpu_cache, gpu_table, gpu_lens, scale, **scales, **sees
+                )
+            compare_attention(f"dense {layout.name} h {h} {kernel} {tokens} tokens {division}", result, expected)
 
 
 def cluster_case(rng: np.random.Generator, layout: layouts.Layout, heads: int) -> None:
@@ -272,7 +312,7 @@ def dense_kernels(gpu: driver.Gpu, layout: layouts.Layout) -> Iterator[str]:
         if name.startswith("portable"):
             runs = name != "portable" or gpu.shared_kb >= portable.LARGE
         else:
-            runs = gpu.capability == 90 and not layout.quantized
+            runs = gpu.capability == 90 and layout.quantized == (name in DENSE_DIVISIONS)
         if runs:
             yield name
 
@@ -359,6 +399,8 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
                 partial(logits_case, heads=heads, queries=queries, kernel=kernel),
             )
     yield "attention of ranks", merge_case
+    for h, dtype, d_qk in ((7, "float32", 576), (32, "bfloat16", 512), (64, "bfloat16", 576), (70, "float32", 576)):
+        yield f"backward h {h} d_qk {d_qk}", partial(backward_case, h=h, dtype=dtype, d_qk=d_qk)
     for rows, width in ((200, 5000), (200, 20000), (900, 8000), (600, 17000), (3, 20000), (2, 200000), (100, 40000)):
         yield f"topk {rows} x {width}", partial(topk_case, rows=rows, width=width)
     tables = {"many": topk.MANY, "few": topk.FEW, "clusters": topk.CLUSTERS}
@@ -400,6 +442,10 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
                 yield f"decode {name} h {h} {kernel}", partial(decode_case, layout=layout, h=h, kernel=kernel)
             for kernel in dense_kernels(driver.gpu(0), layout):
                 yield f"dense {name} h {h} {kernel}", partial(dense_case, layout=layout, h=h, kernel=kernel)
+    plain = (layouts.PLAIN_FP8_576, layouts.PLAIN_FP8_512) if hopper else ()
+    for layout, h, e4m3_q in product(plain, (16, 70), (False, True)):
+        act = partial(dense_case, layout=layout, h=h, kernel="dense_fp8_sm90", e4m3_q=e4m3_q)
+        yield f"dense plain_fp8 {layout.d_qk} h {h} q {'e4m3' if e4m3_q else 'bf16'}", act
 
 
 def is_named(name: str, starts: Sequence[str]) -> bool:

@@ -12,14 +12,25 @@ from typing import Any
 import torch
 
 from cupy_mla.integrations.vllm import indexer
-from cupy_mla.integrations.vllm.sparse_mla import CupyMLASparseBackend, CupyMLASparseImpl
+from cupy_mla.integrations.vllm.sparse_mla import CupyMLASparseBackend, CupyMLASparseBuilder, CupyMLASparseImpl
 from cupy_mla.ops.indices import convert_req_index_to_global_index
 
 TOKENS = 32  # at a time, so that their rows fit
 INDEXED_TOKENS = 128  # at a time, so that their scores fit
 
 
+class Float32Builder(CupyMLASparseBuilder):
+    """Attention takes index lists in every step."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        return self.build_lists(common_prefix_len, common_attn_metadata, fast_build)
+
+
 class Float32Backend(CupyMLASparseBackend):
+    @staticmethod
+    def get_builder_cls() -> type[Float32Builder]:
+        return Float32Builder
+
     @staticmethod
     def get_impl_cls() -> type[Float32Impl]:
         return Float32Impl

@@ -9,6 +9,7 @@ from . import ops as _ops
 from ._version import __version__
 from .arrays import set_checks
 from .backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
+from .backends.index_groups import IndexGroups, PhysicalTopk, layer_sources
 from .backends.indexer import IndexerImpl
 from .backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from .backends.workspace import Workspace
@@ -30,7 +31,9 @@ from .metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from .metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
 from .ops.absorb import *
 from .ops.attention import *
+from .ops.backward import *
 from .ops.cache import *
+from .ops.candidates import *
 from .ops.compressed import *
 from .ops.context_parallel import *
 from .ops.dense import *
@@ -38,6 +41,7 @@ from .ops.gather import *
 from .ops.indexer import *
 from .ops.indices import *
 from .ops.logits import *
+from .ops.pools import *
 from .ops.quant import *
 from .ops.swa import *
 from .ops.topk import *
@@ -57,9 +61,11 @@ __all__ = [
     "DeepseekV4Impl",
     "DeepseekV4Layer",
     "FlashMLASchedMeta",
+    "IndexGroups",
     "IndexerImpl",
     "IndexerMetadata",
     "IndexerMetadataBuilder",
+    "PhysicalTopk",
     "Place",
     "SparseMLABackend",
     "SparseMLAConfig",
@@ -77,6 +83,7 @@ __all__ = [
     "flash_mla_with_kvcache",
     "forced",
     "get_mla_metadata",
+    "layer_sources",
     "layouts",
     "prefill_workspace_size",
     "reshape_attn_output_for_spec_decode",
@@ -94,7 +101,9 @@ __all__ += [
     for module in (
         _ops.absorb,
         _ops.attention,
+        _ops.backward,
         _ops.cache,
+        _ops.candidates,
         _ops.compressed,
         _ops.context_parallel,
         _ops.dense,
@@ -102,6 +111,7 @@ __all__ += [
         _ops.indexer,
         _ops.indices,
         _ops.logits,
+        _ops.pools,
         _ops.quant,
         _ops.swa,
         _ops.topk,

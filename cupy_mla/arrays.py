@@ -229,10 +229,10 @@ class Array:
         return np.asarray(SimpleNamespace(__array_interface__=interface))
 
     def require_no_gradient(self) -> Array:
-        """Check that autograd does not follow this array: there is no backward; returns itself."""
+        """Check that autograd does not follow this array, for the call has no backward; returns itself."""
         if self.wants_gradient:
             raise RuntimeError(
-                f"{self.name} requires a gradient, and cupy_mla has no backward: "
+                f"{self.name} requires a gradient, and this call has no backward: "
                 "call under torch.no_grad(), or detach it"
             )
         return self

@@ -5,8 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import layouts
-from .checks.options import LARGEST_INT, require_choice, require_integer
+from .checks.options import LARGEST_INT, require_bool, require_choice, require_integer
 from .typing import CacheLayout, ModelKind
+
+C4A, C128A = 4, 128  # compress ratios of V4: rows chosen by an indexer, and every complete row
+# Compress ratios of the layers of each kind of model, in V4's that of a sliding window alone first; and of those layers
+# whose rows are chosen.
+RATIOS: dict[ModelKind | None, tuple[int, ...]] = {"v32": (1,), "v4": (1, C4A, C128A), "v41": (0, 1, 2)}
+CHOSEN: dict[ModelKind | None, tuple[int, ...]] = {"v32": (1,), "v4": (C4A,), "v41": (1, 2)}
+
+
+def one_of(values: tuple[int, ...]) -> str:
+    """Numbers for a message: "1, 4 or 128"."""
+    return " or ".join(", ".join(map(str, values)).rsplit(", ", 1))
 
 
 @dataclass(frozen=True)
@@ -15,9 +26,9 @@ class SparseMLAConfig:
 
     Attributes:
         num_heads: query heads on this rank, 1 to 128.
-        d_qk: row width for Q.K: 576 (V3.2, GLM-5), 512 (V4, and models of the V3.2 kind without RoPE).
+        d_qk: row width for Q.K: 576 (V3.2, GLM-5), 512 (V4, V4.1, and models of the V3.2 kind without RoPE).
         d_v: value width, 512.
-        topk: KV tokens the indexer chooses for each query token.
+        topk: KV tokens the indexer chooses for each query token; with `kpool` a multiple of it.
         block_size: tokens a block of the paged cache; with compression a multiple of `compress_ratio`, for a block
             holds whole rows.
         cache_layout: "bf16", "v32_fp8" or "v4_fp8"; vLLM's "fp8_ds_mla" is the FP8 layout of the model's kind. Models
@@ -26,12 +37,21 @@ class SparseMLAConfig:
         max_num_batched_tokens: most query tokens in a batch.
         max_model_len: longest sequence, in tokens.
         num_speculative_tokens: query tokens a decode has beyond its first.
-        compress_ratio: 1 (no compression); of V4 layers also 4 (C4A) or 128 (C128A).
-        window: length of the sliding window of V4 layers, in tokens.
+        compress_ratio: tokens that a row of the compressed cache stands for. What it may be, and what 1 means, the
+            model says: "v32" 1 (no compression); "v4" 1 (a sliding window alone), 4 (C4A) or 128 (C128A); "v41" 0 (a
+            sliding window alone), 1 (C1A: a compressed cache with one row a token) or 2 (C2A).
+        window: length of the sliding window of V4 and V4.1 layers, in tokens.
         mixed_below_heads: V3.2 layers over an FP8 cache give whole batches to the decode kernel when the rank has fewer
             heads than this; with more, prefills go to the prefill kernel over gathered rows.
-        model: kind of the model, "v32" or "v4"; None becomes "v4" where d_qk is 512, else "v32".
+        model: kind of the model, "v32", "v4" or "v41"; None becomes "v4" where d_qk is 512, else "v32".
         max_workspace_bytes: most memory that the indexer's logits take at a time.
+        dense_when_short: of V3.2 layers, whose index lists name every token that a query token sees where these are at
+            most `topk`, as an indexer's do. Decodes of such contexts then attend over all rows, without lists, where
+            that is faster: see `SparseMLAMetadata.dense_decodes`.
+        max_image_tokens: tokens of the longest image, of V4.1 models that see images: these tokens see one another in
+            both directions, which widens the sliding window's lists by so many.
+        kpool: tokens that a key of the indexer stands for, of V3.2 layers whose indexer chooses pools of tokens
+            (GLM-5.3-Flash); a query token also attends the tokens of its sequence that make no whole pool.
 
     Raises:
         TypeError, ValueError: a field is of another type or out of its range, or no model has such layers; the message
@@ -53,15 +73,20 @@ class SparseMLAConfig:
     mixed_below_heads: int = 64
     model: ModelKind | None = None
     max_workspace_bytes: int = 512 << 20
+    dense_when_short: bool = False
+    max_image_tokens: int = 0
+    kpool: int = 1
 
     def __post_init__(self) -> None:
         for name, least, most in (
             ("num_heads", 1, 128), ("d_qk", 1, None), ("d_v", 1, None), ("topk", 1, None), ("block_size", 1, None),
             ("max_num_seqs", 1, None), ("max_num_batched_tokens", 1, None), ("max_model_len", 1, None),
-            ("num_speculative_tokens", 0, None), ("compress_ratio", 1, None), ("window", 1, None),
-            ("mixed_below_heads", 0, None), ("max_workspace_bytes", 1, None),
+            ("num_speculative_tokens", 0, None), ("compress_ratio", 0, None), ("window", 1, None),
+            ("mixed_below_heads", 0, None), ("max_workspace_bytes", 1, None), ("max_image_tokens", 0, None),
+            ("kpool", 1, None),
         ):  # fmt: skip
             object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
+        require_bool("dense_when_short", self.dense_when_short)
         if self.max_num_seqs * (1 + self.num_speculative_tokens) > LARGEST_INT:
             raise ValueError(
                 f"num_speculative_tokens: int32 cannot count the query tokens of {self.max_num_seqs} decodes "
@@ -71,19 +96,25 @@ class SparseMLAConfig:
             raise ValueError(f"d_qk must be 576 or 512, got {self.d_qk}")
         if self.d_v != layouts.D_V:
             raise ValueError(f"d_v must be {layouts.D_V}, got {self.d_v}")
-        if self.model is None:
-            object.__setattr__(self, "model", "v4" if self.d_qk == 512 else "v32")
-        require_choice("model", self.model, ("v32", "v4"))
+        kind = self.model if self.model is not None else "v4" if self.d_qk == 512 else "v32"
+        require_choice("model", kind, ("v32", "v4", "v41"))
+        object.__setattr__(self, "model", kind)
         if self.is_v4 and self.d_qk != 512:
-            raise ValueError(f"d_qk of a V4 model must be 512, got {self.d_qk}")
+            raise ValueError(f"d_qk of a {'V4' if kind == 'v4' else 'V4.1'} model must be 512, got {self.d_qk}")
         if self.layout.quantized and self.layout.rope_apart == self.is_v4:
-            raise ValueError(f"cache_layout: models of kind {self.model!r} have no caches {self.cache_layout!r}")
-        if self.compress_ratio not in (1, 4, 128):
-            raise ValueError(f"compress_ratio must be 1, 4 or 128, got {self.compress_ratio}")
-        if self.compress_ratio > 1 and not self.is_v4:
-            raise ValueError(f"compress_ratio of models of kind 'v32' must be 1, got {self.compress_ratio}")
-        if self.block_size % self.compress_ratio:
-            ratio = self.compress_ratio
+            raise ValueError(f"cache_layout: models of kind {kind!r} have no caches {self.cache_layout!r}")
+        if self.is_v4 and self.dense_when_short:
+            raise ValueError(f"dense_when_short: layers of models of kind {kind!r} have no lists of all tokens")
+        ratio = self.compress_ratio
+        if ratio not in RATIOS[kind]:
+            listed = one_of(RATIOS[kind])
+            raise ValueError(f"compress_ratio of models of kind {kind!r} must be {listed}, got {ratio}")
+        if self.kpool > 1 and self.is_v4:
+            raise ValueError(f"kpool of models of kind {kind!r} must be 1, got {self.kpool}")
+        for field in ("topk", "block_size"):
+            if getattr(self, field) % self.kpool:
+                raise ValueError(f"{field}: expected a multiple of kpool {self.kpool}, got {getattr(self, field)}")
+        if self.block_size % self.tokens_per_row:
             raise ValueError(f"block_size: expected a multiple of compress_ratio {ratio}, got {self.block_size}")
 
     @property
@@ -93,23 +124,44 @@ class SparseMLAConfig:
 
     @property
     def is_v4(self) -> bool:
-        """True for layers of DeepSeek V4."""
-        return self.model == "v4"
+        """True for layers of DeepSeek V4 and V4.1: with a sliding window, and rows whose RoPE part is in V."""
+        return self.model != "v32"
+
+    @property
+    def has_compressed_rows(self) -> bool:
+        """True for layers that attend a compressed cache beside their sliding window."""
+        return self.compress_ratio > RATIOS[self.model][0]
+
+    @property
+    def has_topk(self) -> bool:
+        """True for layers whose rows are chosen, by their own indexer or by another layer's: all of V3.2's kind, C4A of
+        V4, C1A and C2A of V4.1."""
+        return self.compress_ratio in CHOSEN[self.model]
+
+    @property
+    def topk_width(self) -> int:
+        """Entries of a query token's list: what the indexer chooses and, with pools, tokens that make no whole one."""
+        return self.topk + self.kpool - 1
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that a row of the layers' cache (of a compressed layer's compressed cache) stands for."""
+        return max(self.compress_ratio, 1)
 
     @property
     def rows_per_block(self) -> int:
         """Rows a block of the cache holds: tokens, or compressed rows."""
-        return self.block_size // self.compress_ratio
+        return self.block_size // self.tokens_per_row
 
     @property
     def max_compressed_rows(self) -> int:
         """Most compressed rows of a sequence, a row that is not complete yet included; 0 without compression."""
-        return -(-self.max_model_len // self.compress_ratio) if self.compress_ratio > 1 else 0
+        return -(-self.max_model_len // self.tokens_per_row) if self.has_compressed_rows else 0
 
     @property
     def max_index_keys(self) -> int:
-        """Most keys that the indexer has of a sequence: its tokens, or its complete compressed rows."""
-        return self.max_model_len // self.compress_ratio
+        """Most keys that the indexer has of a sequence: its tokens, its complete compressed rows or whole pools."""
+        return self.max_model_len // (self.tokens_per_row * self.kpool)
 
     @property
     def use_mixed_batch(self) -> bool:

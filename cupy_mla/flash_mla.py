@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .calls.operation import operation
+from .calls.operation import differentiable, operation
 from .checks.options import require_bool, require_scale, shown
 from .checks.validate import require_d_v
 from .cuda.program import Plan
@@ -66,6 +66,7 @@ def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -
 
 
 @operation
+@differentiable
 def flash_mla_sparse_fwd(
     q: A,
     kv: AnyArray,
@@ -87,7 +88,8 @@ def flash_mla_sparse_fwd(
         >>> out.shape, float(out[0, 0, 0])
         ((1, 64, 512), 1.0)
     """
-    return attention.prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
+    given = attention.GivenPrefill(q, kv, indices, attn_sink, topk_length, out)
+    return attention.prefill(given, sm_scale, d_v)
 
 
 def flash_mla_with_kvcache(

@@ -27,19 +27,20 @@ class Layout:
     """How one token's latent KV row lies in a paged cache. All offsets and sizes are in bytes, widths in values.
 
     Attributes:
-        name: "bf16", "v32_fp8", "v4_fp8" or "indexer_fp8".
+        name: "bf16", "v32_fp8", "v4_fp8", "plain_fp8", "indexer_fp8" or "indexer_mxfp4".
         d_qk: values a row has for Q.K (its first `D_V` values are V); 576 or 512 (128 for the indexer).
-        d_nope, d_rope: values without and with rotary embedding; the former are the quantized ones.
+        d_nope, d_rope: the values that are quantized, and the bf16 ones behind them (the RoPE part of V3.2 and V4).
         token_bytes: bytes a token takes in the cache array (its last axis times the item size).
         row_stride: bytes from a token's data to the next token's data inside a block.
-        rope_offset: where a token's bf16 RoPE part starts, from the token's data.
-        scale_kind: "none", "fp32" or "ue8m0", how the scales are stored. A kind stands in `kernels_cu/rows/scales.cuh`
-            and in `reference/cache.py`.
+        rope_offset: where a token's bf16 values start, from the token's data.
+        scale_kind: how the scales are stored: "none", "fp32", "ue8m0", or "call": one float32 for all rows, which the
+            call brings. A kind stands in `kernels_cu/rows/scales.cuh` and in `reference/cache.py`.
         scale_tile: values that share one scale.
         scale_offset: where a token's scales start, from the token's data; -1 when the scales of a block
             stand apart, after the data of all its tokens.
         scale_stride: bytes from a token's scales to the next token's where they stand apart.
         block_align: the block stride that writers use is a multiple of this.
+        of_v4: whether the functions for V4's models write and gather it; else those for models of V3.2's kind do.
         reader: the header of `kernels_cu/rows` that reads and writes a row, without its ending; "" where kernels have
             their own.
         aliases: other names that users and engines give it.
@@ -57,6 +58,7 @@ class Layout:
     scale_offset: int = 0
     scale_stride: int = 0
     block_align: int = 1
+    of_v4: bool = False
     reader: str = ""
     aliases: tuple[str, ...] = ()
 
@@ -65,10 +67,15 @@ class Layout:
         """True when the NoPE part is stored as float8_e4m3fn."""
         return self.scale_kind != "none"
 
+    @cached_property
+    def scale_of_call(self) -> bool:
+        """True when a call brings the scale of all rows, `k_scale`."""
+        return self.scale_kind == "call"
+
     @property
     def num_scales(self) -> int:
         """Scales a token has."""
-        return self.d_nope // self.scale_tile if self.quantized else 0
+        return self.d_nope // self.scale_tile if self.scale_tile else 0
 
     @property
     def scales_apart(self) -> bool:
@@ -107,6 +114,7 @@ class Layout:
             "D_QK": self.d_qk,
             "D_NOPE": self.d_nope,
             "D_ROPE": self.d_rope,
+            "QUANTIZED_ROWS": int(self.quantized),
             "TOKEN_BYTES": self.token_bytes,
             "ROW_STRIDE": self.row_stride,
             "ROPE_OFFSET": self.rope_offset,
@@ -115,6 +123,7 @@ class Layout:
             "SCALE_OFFSET": self.scale_offset,
             "SCALE_STRIDE": self.scale_stride,
             "SCALE_E8M0": int(self.scale_kind == "ue8m0"),
+            "SCALE_OF_CALL": int(self.scale_of_call),
         }
 
 
@@ -122,6 +131,13 @@ def _bf16(d_qk: int) -> Layout:
     return Layout(
         "bf16", d_qk, d_qk - 64, 64, token_bytes=2 * d_qk, row_stride=2 * d_qk, rope_offset=2 * (d_qk - 64),
         reader="bf16", aliases=("bfloat16", "auto"),
+    )  # fmt: skip
+
+
+def _plain_fp8(d_qk: int) -> Layout:
+    return Layout(
+        "plain_fp8", d_qk, d_qk, 0, token_bytes=d_qk, row_stride=d_qk, rope_offset=d_qk,
+        scale_kind="call", reader="plain_fp8", aliases=("fp8", "fp8_e4m3"),  # what vLLM calls it
     )  # fmt: skip
 
 
@@ -135,20 +151,31 @@ V32_FP8 = Layout(
 V4_FP8 = Layout(
     "v4_fp8", 512, 448, 64, token_bytes=584, row_stride=576, rope_offset=448,
     scale_kind="ue8m0", scale_tile=64, scale_offset=-1, scale_stride=8, block_align=576,
-    reader="v4_fp8",
+    of_v4=True, reader="v4_fp8",
 )  # fmt: skip
+PLAIN_FP8_576 = _plain_fp8(576)
+PLAIN_FP8_512 = _plain_fp8(512)
 INDEXER_FP8 = Layout(
     "indexer_fp8", 128, 128, 0, token_bytes=132, row_stride=128, rope_offset=128,
     scale_kind="fp32", scale_tile=128, scale_offset=-1, scale_stride=4,
 )  # fmt: skip
 
-ATTENTION_LAYOUTS = (BF16_576, BF16_512, V32_FP8, V4_FP8)  # told apart by dtype and last axis
-FP8_OF_V32 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.quantized and layout.rope_apart)
-FP8_OF_V4 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.quantized and not layout.rope_apart)
+INDEXER_MXFP4 = Layout(  # two e2m1 values a byte
+    "indexer_mxfp4", 128, 128, 0, token_bytes=68, row_stride=64, rope_offset=64,
+    scale_kind="ue8m0", scale_tile=32, scale_offset=-1, scale_stride=4,
+)  # fmt: skip
+
+# Told apart by dtype and last axis.
+ATTENTION_LAYOUTS = (BF16_576, BF16_512, V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512)
+INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_MXFP4)  # likewise
+FP8_OF_V32 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.quantized and not layout.of_v4)
+FP8_OF_V4 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.of_v4)
 
 # The same names for type checkers, which read no tuples.
-CacheLayout = Literal["bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "v4_fp8"]
-WritableLayout = Literal["bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla"]
+CacheLayout = Literal[
+    "bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "v4_fp8", "plain_fp8", "fp8", "fp8_e4m3"
+]  # fmt: skip
+WritableLayout = Literal["bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "plain_fp8", "fp8", "fp8_e4m3"]
 
 
 def names(of: Iterable[Layout] = ATTENTION_LAYOUTS) -> tuple[str, ...]:
@@ -179,17 +206,19 @@ def of_model(name: str, d_qk: int, is_v4: bool) -> Layout:
 
 
 def by_name(name: str | Layout, d_qk: int = 576) -> Layout:
-    """The layout called `name`; for "bf16" (or "auto", "bfloat16") `d_qk` says which of its two widths.
+    """The layout called `name`; of those that have two widths ("bf16", "plain_fp8") `d_qk` says which.
 
     Raises:
-        TypeError, ValueError: no layout has that name, or `d_qk` is neither 576 nor 512.
+        TypeError, ValueError: no layout has that name, or `d_qk` is none of its widths.
     """
     if isinstance(name, Layout):
         return name
-    known = (*ATTENTION_LAYOUTS, INDEXER_FP8)
+    known = (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS)
     require_choice("layout", name, names(known))
-    if name in BF16_576.names:
-        if require_integer("d_qk", d_qk, 1) not in (576, 512):
-            raise ValueError(f"d_qk of a bf16 cache must be 576 or 512, got {d_qk}")
-        return BF16_576 if d_qk == 576 else BF16_512
-    return next(layout for layout in known if name in layout.names)
+    widths = {layout.d_qk: layout for layout in known if name in layout.names}
+    if len(widths) == 1:
+        return next(iter(widths.values()))
+    if require_integer("d_qk", d_qk, 1) not in widths:
+        of = next(iter(widths.values())).name
+        raise ValueError(f"d_qk of a {of} cache must be {' or '.join(map(str, widths))}, got {d_qk}")
+    return widths[d_qk]

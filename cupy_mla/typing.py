@@ -35,8 +35,17 @@ A = TypeVar("A", bound=AnyArray)
 ScaleFormat = Literal["fp32", "ue8m0"]
 """How scales of FP8 rows are chosen: any float32, or powers of two."""
 
-ModelKind = Literal["v32", "v4"]
-"""Kinds of models: DeepSeek-V3.2 and those like it, DeepSeek-V4."""
+GradientDtype = Literal["bfloat16", "float32"]
+"""Dtypes of gradients."""
+
+CallScale = AnyArray | float
+"""A scale that a call brings: a number, or an array of one float32 where the others are, which is read there alone."""
+
+QueryScaleFormat = Literal["fp32", "ue8m0", "mxfp4"]
+"""How the indexer's queries are quantized: e4m3 under such a scale, or e2m1 under a power of two a group of 32."""
+
+ModelKind = Literal["v32", "v4", "v41"]
+"""Kinds of models: DeepSeek-V3.2 and those like it, DeepSeek-V4, DeepSeek-V4.1."""
 
 LibraryName = Literal["numpy", "cupy", "torch"]
 """Kinds of arrays."""

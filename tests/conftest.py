@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import secrets
 from collections.abc import Iterable, Iterator
@@ -32,12 +33,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--emulate", type=int, default=None, metavar="SMS",
         help="run the tests of kernels for Hopper on the CPU: tests/emulator, with so many SMs",
     )  # fmt: skip
+    parser.addoption(
+        "--share", type=float, default=1.0, help="of the cases of a `long` test that -m asks for (default 1: all)"
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
     sms = config.getoption("--emulate")
     if sms is not None and sms < 1:
         raise pytest.UsageError(f"--emulate takes a number of SMs from 1 on, got {sms}")
+    if not 0 < config.getoption("--share") <= 1:
+        raise pytest.UsageError(f"--share takes a number above 0 and up to 1, got {config.getoption('--share')}")
     lacking = None if sms is None else emulator.why_not()
     if lacking:
         raise pytest.UsageError(f"--emulate: {lacking}")
@@ -74,7 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _not_asked_for(config: pytest.Config, items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Tests with a mark of OPT_IN, but for a sample where the mark names its size: `@pytest.mark.long(sample=3)`.
+    """Tests with a mark of OPT_IN, but for a sample where the mark names its size: `@pytest.mark.long(sample=3)`. Of
+    those that -m asks for, all but the --share.
 
     Every process of a run draws the same sample, and so does the next run, whose kernels are then compiled: it is
     another one when the kernels change, or by --seed. Cases on a GPU are never left out.
@@ -82,12 +89,15 @@ def _not_asked_for(config: pytest.Config, items: list[pytest.Item]) -> Iterator[
     seed = config.getoption("--seed")
     seed = kernels_hash() if seed is None else seed
     for mark in OPT_IN:
-        if mark in config.getoption("-m"):
+        asked = mark in config.getoption("-m")
+        share = config.getoption("--share") if mark == "long" else 1.0
+        if asked and share == 1.0:
             continue
         marked = _by_function(i for i in items if i.get_closest_marker(mark) and not i.get_closest_marker("gpu"))
         for name, cases in marked.items():
             size = max(case.get_closest_marker(mark).kwargs.get("sample", 0) for case in cases)
-            taken = random.Random(f"{seed} {name}").sample(range(len(cases)), min(size, len(cases)))
+            size = math.ceil(share * len(cases)) if asked else min(size, len(cases))
+            taken = random.Random(f"{seed} {name}").sample(range(len(cases)), size)
             yield from (case for number, case in enumerate(cases) if number not in taken)
 
 

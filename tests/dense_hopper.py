@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from . import oracle
 from .cases import queries, sinks
-from .dense import Requests, check_dense, in_cache, off_zero, run_dense, some_view
+from .dense import (
+    Requests,
+    Sees,
+    assert_dense,
+    check_dense,
+    dense_oracle,
+    in_cache,
+    off_zero,
+    run_dense,
+    some_view,
+)
 from .kinds import gapped
 
 FORMATS = (oracle.BF16_576, oracle.BF16_512)
+FP8_FORMATS = (oracle.V32, oracle.V4)
 
 
 def some_lengths(rng: np.random.Generator, b: int) -> np.ndarray:
@@ -21,18 +33,50 @@ def some_lengths(rng: np.random.Generator, b: int) -> np.ndarray:
     return lens
 
 
-def some_requests(kind: Any, rng: np.random.Generator, b: int, heads: int, **options: Any) -> None:
+def some_requests(
+    kind: Any, rng: np.random.Generator, b: int, heads: int, formats: Any = FORMATS, **options: Any
+) -> None:
     """Lengths, tokens, heads, views and strides as they come."""
-    fmt, block_size = FORMATS[rng.integers(2)], int(rng.choice([1, 16, 48, 64, 128, 256]))
+    fmt, block_size = formats[rng.integers(len(formats))], int(rng.choice([1, 16, 48, 64, 128, 256]))
     s_q, h_q = int(rng.choice([1, 2, 5])), int(rng.integers(1, heads + 1))
     of = in_cache(rng, fmt, some_lengths(rng, b), block_size, s_q, some_view(rng), gap=8 * int(rng.integers(3)))
     q = off_zero(fmt, gapped(queries(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, 8), of)
     check_dense(kind, fmt, q, of, sink=sinks(rng, h_q), out_gaps=(0, 1, 2, 8), **options)
 
 
-def blocks_that_are_not_there(kind: Any, rng: np.random.Generator, b: int) -> None:
+def full_tiles_that_some_lines_see(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
+    """All rows of a tile are there, but the first query does not see its last rows, nor the last one its first."""
+    fmt, s_q = formats[rng.integers(len(formats))], int(rng.integers(2, 6))
+    for window in (None, 65 - s_q, 193 - s_q):
+        lens = 64 * rng.integers(1, 9, b) if window is None else rng.integers(250, 500, b)
+        of = in_cache(rng, fmt, lens, 64, s_q, Sees(True, window))
+        check_dense(kind, fmt, off_zero(fmt, queries(rng, b, s_q, 8, fmt.d_qk), of), of)
+
+
+def plain_requests(kind: Any, rng: np.random.Generator, b: int, heads: int, e4m3_q: bool, **options: Any) -> None:
+    """Rows, and perhaps queries, in e4m3 with a scale of the call, which the host knows or the device."""
+    scales = {"k_scale": np.float32(2.0 ** rng.uniform(-9, -4)), "q_scale": np.float32(2.0 ** rng.uniform(-4, 0))}
+    fmt = replace((oracle.PLAIN_576, oracle.PLAIN_512)[rng.integers(2)], scale=float(scales["k_scale"]))
+    s_q, h_q = int(rng.choice([1, 2, 5])), int(rng.integers(1, heads + 1))
+    of = in_cache(rng, fmt, some_lengths(rng, b), int(rng.choice([1, 16, 48, 64])), s_q, some_view(rng), gap=16)
+    q = gapped(queries(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, 16)
+    codes = gapped(oracle.e4m3_code(q.astype(np.float32) / scales["q_scale"]), 0, 0, 1, 16)
+    if e4m3_q:
+        q = oracle.E4M3[codes] * float(scales["q_scale"])
+    else:
+        del scales["q_scale"]
+    near_zero = off_zero(fmt, q, of) != q
+    q[near_zero], codes[near_zero] = 0, 0
+    on_device = bool(rng.integers(2))
+    given = {name: kind.put(np.array([x])) if on_device else float(x) for name, x in scales.items()}
+    sink = sinks(rng, h_q)
+    got = run_dense(kind, codes if e4m3_q else q, of, sink=sink, **given, **options)
+    assert_dense(got, dense_oracle(fmt, q, of, sink))
+
+
+def blocks_that_are_not_there(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
     """Some are strays, whole tiles of them; the table is too narrow for some requests; a length is negative."""
-    fmt, lens = FORMATS[rng.integers(2)], [300, 200, 400, 64, 90][:b]
+    fmt, lens = formats[rng.integers(len(formats))], [300, 200, 400, 64, 90][:b]
     of = in_cache(rng, fmt, lens, 16, 3, some_view(rng))
     strays = np.where(rng.random(of.table.shape) < 0.3, of.cache.shape[0] + rng.integers(0, 9), of.table)
     of.table = strays.astype(np.int32)
@@ -44,9 +88,9 @@ def blocks_that_are_not_there(kind: Any, rng: np.random.Generator, b: int) -> No
     assert not out[[1, b - 1]].astype(np.float32).any()
 
 
-def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int) -> None:
+def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
     """Nothing of a call stays from the one before: lengths are those that then lie in the arrays."""
-    fmt = FORMATS[rng.integers(2)]
+    fmt = formats[rng.integers(len(formats))]
     of = in_cache(rng, fmt, some_lengths(rng, b), 64, 2)
     q, longest = queries(rng, b, 2, 16, fmt.d_qk), of.lens
     for _ in range(3):
@@ -54,9 +98,9 @@ def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int)
         of.lens = rng.integers(0, longest + 1, dtype=np.int32)
 
 
-def bits_of_a_request(kind: Any, rng: np.random.Generator, b: int) -> None:
+def bits_of_a_request(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
     """They depend on nothing else in the batch, nor on the table's width, where a call asks for that."""
-    fmt, h_q = FORMATS[rng.integers(2)], int(rng.choice([3, 16]))  # few lines alone, more than CTAs with all
+    fmt, h_q = formats[rng.integers(len(formats))], int(rng.choice([3, 16]))  # few lines alone, more than CTAs with all
     of, q = in_cache(rng, fmt, some_lengths(rng, b), 64, 2), queries(rng, b, 2, h_q, fmt.d_qk)
     out, lse = run_dense(kind, q, of, batch_invariant=True)
     r = int(rng.integers(b))

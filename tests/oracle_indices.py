@@ -7,13 +7,13 @@ import numpy as np
 INT32_MAX = 2**31 - 1
 
 
-def slot(block_table: np.ndarray, request: int, position: int, block_size: int) -> int:
-    """Slot of a request's position; -1 where it has none."""
+def slot(block_table: np.ndarray, request: int, position: int, block_size: int, stride: int | None = None) -> int:
+    """Slot of a request's position; -1 where it has none. Blocks are `stride` slots apart, or `block_size`."""
     requests, width = block_table.shape
     if not 0 <= request < requests or position < 0 or position // block_size >= width:
         return -1
     block = int(block_table[request, position // block_size])
-    at = block * block_size + position % block_size
+    at = block * (stride or block_size) + position % block_size
     return at if block >= 0 and at <= INT32_MAX else -1
 
 
@@ -24,12 +24,13 @@ def convert_req_index_to_global_index(
     block_size: int,
     prefill_ids: np.ndarray | None = None,
     prefill_starts: np.ndarray | None = None,
+    stride: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     out = np.empty(token_indices.shape, np.int32)
     for t, k in np.ndindex(out.shape):
         position = int(token_indices[t, k])
         if prefill_ids is None or prefill_ids[t] < 0:
-            out[t, k] = slot(block_table, int(req_id[t]), position, block_size)
+            out[t, k] = slot(block_table, int(req_id[t]), position, block_size, stride)
             continue
         out[t, k] = -1
         if 0 <= position < block_table.shape[1] * block_size and prefill_ids[t] < len(prefill_starts):

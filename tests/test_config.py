@@ -77,7 +77,13 @@ def test_kinds_of_models(d_qk, model, cache_layout, layout):
     [({"d_qk": 576, "model": "v4"}, "d_qk of a V4 model must be 512, got 576"),
      ({"d_qk": 512, "model": "v32", "cache_layout": "v4_fp8"}, "cache_layout: models of kind 'v32' have no caches"),
      ({"d_qk": 512, "cache_layout": "v32_fp8"}, "cache_layout: models of kind 'v4' have no caches 'v32_fp8'"),
-     ({"model": "v3"}, r"model must be one of \('v32', 'v4'\), got 'v3'"),
+     ({"model": "v3"}, r"model must be one of \('v32', 'v4', 'v41'\), got 'v3'"),
+     ({"d_qk": 576, "model": "v41"}, "d_qk of a V4.1 model must be 512, got 576"),
+     ({"d_qk": 512, "model": "v41", "cache_layout": "v32_fp8"}, "cache_layout: models of kind 'v41' have no caches"),
+     ({"d_qk": 512, "model": "v41", "compress_ratio": 4},
+      "compress_ratio of models of kind 'v41' must be 0, 1 or 2, got 4"),
+     ({"d_qk": 512, "compress_ratio": 0}, "compress_ratio of models of kind 'v4' must be 1, 4 or 128, got 0"),
+     ({"d_qk": 512, "model": "v41", "compress_ratio": 2, "block_size": 3}, "block_size: expected a multiple of comp"),
      ({"cache_layout": "indexer_fp8"}, "cache_layout must be one of"),
      ({"compress_ratio": 4, "cache_layout": "fp8_ds_mla"}, "compress_ratio of models of kind 'v32' must be 1, got 4"),
      ({"compress_ratio": 128, "block_size": 128}, "compress_ratio of models of kind 'v32' must be 1, got 128"),
@@ -88,6 +94,22 @@ def test_kinds_of_models(d_qk, model, cache_layout, layout):
 def test_kinds_that_do_not_fit(change, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         SparseMLAConfig(16, **change)
+
+
+@pytest.mark.parametrize(
+    ("model", "ratio", "compressed", "chosen", "rows", "longest"),
+    [("v32", 1, False, True, 256, 0), ("v4", 1, False, False, 256, 0), ("v4", 4, True, True, 64, 251),
+     ("v4", 128, True, False, 2, 8), ("v41", 0, False, False, 256, 0), ("v41", 1, True, True, 256, 1001),
+     ("v41", 2, True, True, 128, 501)],
+)  # fmt: skip
+def test_the_model_says_what_a_compress_ratio_means(model, ratio, compressed, chosen, rows, longest):
+    """A ratio of 1 is a sliding window alone in V4, and a compressed row for every token in V4.1."""
+    config = SparseMLAConfig(
+        16, 576 if model == "v32" else 512, model=model, compress_ratio=ratio, block_size=256, max_model_len=1001
+    )
+    assert (config.has_compressed_rows, config.has_topk) == (compressed, chosen)
+    assert (config.rows_per_block, config.max_compressed_rows) == (rows, longest)
+    assert config.max_index_keys == 1001 // max(ratio, 1)
 
 
 def test_an_unknown_layout_is_named():

@@ -15,6 +15,7 @@ MOST_PARAMETERS = 8
 MORE = {
     "cuda.kernel.Kernel.__init__": "a declaration: options by keyword, few at a time",
     "ops.compressed.write_c128a_topk_metadata": "the parameters of the public function that it stands behind",
+    "ops.compressed.write_compressed_slot_mapping": "the parameters of the public function that it stands behind",
     "integrations.sglang.forward_flashmla_kv": "SGLang's signature",
     "integrations.vllm.deepseek_v4.flash_mla_with_kvcache": "vLLM's signature",
     "integrations.vllm.deepseek_v4.combine_topk_swa_indices": "vLLM's signature",

@@ -1,4 +1,4 @@
-"""The attention backend of DeepSeek V4 layers: a sliding window, and beside it the rows of a compressed cache."""
+"""The attention backend of DeepSeek V4 and V4.1 layers: a sliding window, and beside it rows of a compressed cache."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
 from ..dtypes import BFLOAT16, INT32
 from ..layouts import FP8_OF_V4, Layout
-from ..metadata.compressed import C128A, c128a_width
+from ..metadata.compressed import compressed_list_width
 from ..metadata.sparse_mla import SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata
 from ..ops.attention import decode_of_step, sparse_prefill
-from ..ops.compressed import compute_global_topk_indices_and_lens
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
 from ..typing import A, AnyArray
+from .index_groups import PhysicalTopk, decode_slots
 from .steps import Step
 from .workspace import Workspace
 
-PREFILL_CHUNK_SIZE = 4  # prefills whose rows are gathered at a time
+PREFILL_CHUNK_SIZE = 4  # prefills of the greatest lengths whose rows are gathered at a time
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,26 @@ class DeepseekV4Layer:
     Attributes:
         swa_k_cache: [num_blocks, block_size, (1,) 584] uint8 or float8_e4m3fn, layout V4_FP8: one row a token.
         attn_sink: [h] float32, natural-log units.
-        k_cache: the same of one row for every compress_ratio tokens; None for layers of the sliding window alone.
+        k_cache: the same of one row for every compress_ratio tokens; None for layers of the sliding window alone. In
+            V4.1 several layers read the compressed cache of one: each is given that cache.
         topk_indices: [T, topk] int32 compressed positions that the indexer chose in each token's request, the complete
-            ones first, -1 after them; C4A only.
+            ones first, -1 after them; of C4A (V4), C1A and C2A (V4.1). In V4.1 they may be another layer's: what
+            `IndexGroups.get` returns is not converted again.
     """
 
     swa_k_cache: AnyArray
     attn_sink: AnyArray
     k_cache: AnyArray | None = None
-    topk_indices: AnyArray | None = None
+    topk_indices: AnyArray | PhysicalTopk | None = None
 
 
 class Scratch(NamedTuple):
     """Scratch memory of a step.
 
     Attributes:
-        rows: [prefills of a chunk, rows of a request, d_qk] bfloat16, gathered.
+        rows: [rows of a chunk of prefills, d_qk] bfloat16, gathered.
         combined, combined_lens: a chunk's index lists [tokens, width] int32, and their lengths.
-        slots, slot_lens: C4A's lists of decode tokens [tokens, topk] int32, and their lengths.
+        slots, slot_lens: chosen rows of decode tokens [tokens, topk] int32, and how many they are.
     """
 
     rows: Any
@@ -60,16 +62,17 @@ class Scratch(NamedTuple):
 
 
 class DeepseekV4Impl:
-    """The attention of V4 layers of one kind. It keeps no state of its own: all layers of that kind may share one.
+    """The attention of V4 or V4.1 layers of one kind. It keeps no state of its own: all layers of that kind may share
+    one.
 
     Args:
-        config: the layers' kind (`compress_ratio`) and the engine's maxima; `block_size` counts the tokens of a block
-            of the compressed cache.
-        scale: factor on the dot products before the softmax; of DeepSeek-V4 `512 ** -0.5`.
+        config: the layers' kind (`model`, `compress_ratio`) and the engine's maxima; `block_size` counts the tokens of
+            a block of the compressed cache.
+        scale: factor on the dot products before the softmax; of DeepSeek-V4 and V4.1 `512 ** -0.5`.
         workspace: scratch memory, shared with other layers; a warm-up call reserves what the largest batch needs.
 
     Raises:
-        ValueError: the config is not one of V4 layers with caches in layout V4_FP8.
+        ValueError: the config is not one of V4 or V4.1 layers with caches in layout V4_FP8.
     """
 
     def __init__(self, config: SparseMLAConfig, scale: float, workspace: Workspace) -> None:
@@ -82,7 +85,7 @@ class DeepseekV4Impl:
         self.workspace = workspace
         # Of the last step: all layers of a kind are handed the same.
         self._checked: tuple[SparseSWAMetadata | None, SparseMLAMetadata | None] = (None, None)
-        self._topk = {1: 0, C128A: c128a_width(config)}.get(config.compress_ratio, config.topk)
+        self._topk = compressed_list_width(config)
         self._rows = config.max_compressed_rows + config.window + config.max_num_batched_tokens
         if PREFILL_CHUNK_SIZE * self._rows > LARGEST_INT:
             raise ValueError(
@@ -128,18 +131,21 @@ class DeepseekV4Impl:
             config = self.config
             decode_tokens = config.max_num_seqs * (1 + config.num_speculative_tokens)
             self._scratch(
-                min(decode_tokens, config.max_num_batched_tokens), config.max_num_batched_tokens, config.max_num_seqs
-            )
+                min(decode_tokens, config.max_num_batched_tokens), config.max_num_batched_tokens,
+                min(config.max_num_seqs, PREFILL_CHUNK_SIZE) * self._rows,
+            )  # fmt: skip
             out.obj[...] = 0
             return output
         self._check(place, tokens, layer, swa_metadata, metadata)
         decode_tokens = swa_metadata.num_decode_tokens
-        scratch = self._scratch(decode_tokens, swa_metadata.num_prefill_tokens, swa_metadata.num_prefills)
+        chunks = swa_metadata.get_prefill_chunk_plan(self.config.compress_ratio, PREFILL_CHUNK_SIZE)
+        rows = max(((end - start) * width for start, end, _, width in chunks), default=0)
+        scratch = self._scratch(decode_tokens, swa_metadata.num_prefill_tokens, rows)
         if decode_tokens:
             queries, to = q_.obj[:decode_tokens, None], out.obj[:decode_tokens, None]
             self._decode(queries, layer, swa_metadata, metadata, scratch, to)
-        for first in range(0, swa_metadata.num_prefills, PREFILL_CHUNK_SIZE):
-            self._prefill(first, q, layer, swa_metadata, metadata, scratch, output)
+        for chunk in chunks:
+            self._prefill(chunk, q, layer, swa_metadata, metadata, scratch, output)
         return output
 
     def _decode(
@@ -152,18 +158,18 @@ class DeepseekV4Impl:
         out: Any,
     ) -> None:
         """q and out [Td, 1, h, 512]."""
-        tokens = swa.num_decode_tokens
-        extra_indices = extra_lens = None
+        extra_indices: Any = None
+        extra_lens: Any = None
         chosen: Any = layer.topk_indices
-        if metadata is not None and self.config.compress_ratio == C128A:
+        if metadata is not None and not self.config.has_topk:
             extra_indices, extra_lens = metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens
         elif metadata is not None:
-            compute_global_topk_indices_and_lens(
-                chosen[:tokens], swa.token_to_req_indices[:tokens], metadata.block_table,
-                self.config.rows_per_block, swa.is_valid_token[:tokens], out=scratch.slots,
-                lens=scratch.slot_lens,
-            )  # fmt: skip
-            extra_indices, extra_lens = scratch.slots[:, None], scratch.slot_lens
+            if isinstance(chosen, PhysicalTopk):
+                slots, extra_lens = chosen.physical_topk_indices, chosen.lens
+            else:
+                slots, extra_lens = scratch.slots, scratch.slot_lens
+                decode_slots(self.config, swa, metadata, chosen, slots, extra_lens)
+            extra_indices = slots[:, None]
         schedule = swa.schedules[self.config.compress_ratio]
         decode_of_step(
             q, layer.swa_k_cache, swa.decode_swa_indices, self.scale, schedule.num_splits, schedule.plan,
@@ -173,7 +179,7 @@ class DeepseekV4Impl:
 
     def _prefill(
         self,
-        first: int,
+        chunk: tuple[int, int, int, int],
         q: Any,
         layer: DeepseekV4Layer,
         swa: SparseSWAMetadata,
@@ -181,15 +187,14 @@ class DeepseekV4Impl:
         scratch: Scratch,
         output: Any,
     ) -> None:
-        """The chunk of prefills from number `first` on."""
-        config = self.config
-        end = min(first + PREFILL_CHUNK_SIZE, swa.num_prefills)
+        """Prefills `first` to `end`, each with `width` rows in the workspace: `compressed`, then its window's tail."""
+        config, (first, end, compressed, width) = self.config, chunk
         prefills, requests = slice(first, end), slice(swa.num_decodes + first, swa.num_decodes + end)
         tokens = slice(int(swa.query_start_loc_cpu[requests.start]), int(swa.query_start_loc_cpu[requests.stop]))
         count = tokens.stop - tokens.start
         if count == 0:
             return
-        rows = scratch.rows[: end - first]
+        rows = scratch.rows[: (end - first) * width].reshape(end - first, width, config.d_qk)
         combined, combined_lens = scratch.combined[:count], scratch.combined_lens[:count]
         chosen = combined[:, :0]
         if metadata is not None:
@@ -197,32 +202,37 @@ class DeepseekV4Impl:
             dequantize_and_gather_k_cache(
                 rows, compressed_rows, lens[requests], None, metadata.block_table[requests], config.rows_per_block, 0
             )  # fmt: skip
-            if config.compress_ratio == C128A:
+            if not config.has_topk:
                 start = tokens.start - swa.num_decode_tokens
                 chosen = cast(AnyArray, metadata.c128a_prefill_topk_indices)[start : start + count]
             else:
-                chosen = cast(AnyArray, layer.topk_indices)[tokens]
+                shared = isinstance(layer.topk_indices, PhysicalTopk)
+                lists: Any = layer.topk_indices
+                chosen = (lists.logical_topk_indices if shared else lists)[tokens]
         dequantize_and_gather_k_cache(
             rows, layer.swa_k_cache, swa.prefill_seq_lens[prefills], swa.prefill_gather_lens[prefills],
-            swa.block_table[requests], swa.block_size, config.max_compressed_rows,
+            swa.block_table[requests], swa.block_size, compressed,
         )  # fmt: skip
+        images: dict[str, Any] = {}
+        if swa.left_visible is not None and swa.right_visible is not None:
+            images = {"left_visible": swa.left_visible[tokens], "right_visible": swa.right_visible[tokens]}
         combine_topk_swa_indices(
             chosen, swa.query_start_loc[requests.start : requests.stop + 1], swa.prefill_seq_lens[prefills],
-            swa.prefill_gather_lens[prefills], config.window, config.compress_ratio, self._topk, self._rows,
-            config.max_compressed_rows, out=combined, lens=combined_lens,
+            swa.prefill_gather_lens[prefills], config.window, config.compress_ratio, self._topk, width, compressed,
+            **images, max_image_tokens=config.max_image_tokens, out=combined, lens=combined_lens,
         )  # fmt: skip
         sparse_prefill(
             q[tokens], rows.reshape(-1, 1, config.d_qk), combined[:, None], self.scale, attn_sink=layer.attn_sink,
             topk_length=combined_lens, out=output[tokens],
         )  # fmt: skip
 
-    def _scratch(self, decode_tokens: int, prefill_tokens: int, prefills: int) -> Scratch:
-        """Room for a step of so many tokens and prefills."""
+    def _scratch(self, decode_tokens: int, prefill_tokens: int, rows: int) -> Scratch:
+        """Room for a step of so many tokens, and for the rows of its largest chunk of prefills."""
         config = self.config
-        slots = decode_tokens if config.compress_ratio not in (1, C128A) else 0
+        slots = decode_tokens if config.has_topk else 0
         arrays = self.workspace.get_simultaneous(
-            ((min(prefills, PREFILL_CHUNK_SIZE), self._rows, config.d_qk), BFLOAT16),
-            ((prefill_tokens, combined_width(self._topk, config.window)), INT32),
+            ((rows, config.d_qk), BFLOAT16),
+            ((prefill_tokens, combined_width(self._topk, config.window, config.max_image_tokens)), INT32),
             ((prefill_tokens,), INT32),
             ((slots, config.topk), INT32),
             ((slots,), INT32),
@@ -241,21 +251,28 @@ class DeepseekV4Impl:
         require_instance("layer", layer, DeepseekV4Layer)
         if swa is not self._checked[0] or metadata is not self._checked[1]:
             self._check_step(place, swa, metadata)
+            for field in ("max_model_len", "max_num_batched_tokens"):  # as large as chunks of prefills may be
+                got, most = getattr(swa.config, field), getattr(self.config, field)
+                if got > most:
+                    raise ValueError(f"swa_metadata: built for {field} {got}, these layers have {most} (config)")
             self._checked = swa, metadata
         config, ratio = self.config, self.config.compress_ratio
         if tokens != swa.num_decode_tokens + swa.num_prefill_tokens:
             batch = swa.num_decode_tokens + swa.num_prefill_tokens
             raise ValueError(f"q: expected the {batch} tokens of swa_metadata, got {tokens}")
-        compressed = ratio > 1
+        compressed = config.has_compressed_rows
         _require_given("layer.attn_sink", layer.attn_sink, True, ratio)
         _require_given("layer.k_cache", layer.k_cache, compressed, ratio)
-        _require_given("layer.topk_indices", layer.topk_indices, ratio not in (1, C128A), ratio)
+        _require_given("layer.topk_indices", layer.topk_indices, config.has_topk, ratio)
         _require_cache(place, config.layout, "layer.swa_k_cache", layer.swa_k_cache, swa.block_size)
         if metadata is None:
             return
         _require_cache(place, config.layout, "layer.k_cache", layer.k_cache, config.rows_per_block)
-        if layer.topk_indices is not None:
-            place.admit(describe("layer.topk_indices", layer.topk_indices)).require(INT32, tokens, config.topk)
+        chosen = layer.topk_indices
+        if isinstance(chosen, PhysicalTopk):
+            chosen = chosen.of(metadata).logical_topk_indices
+        if chosen is not None:
+            place.admit(describe("layer.topk_indices", chosen)).require(INT32, tokens, config.topk)
 
     def _check_step(self, place: Place, swa: SparseSWAMetadata, metadata: SparseMLAMetadata | None) -> None:
         """That both metadata are of one step of these layers; once a step."""
@@ -265,9 +282,9 @@ class DeepseekV4Impl:
         if ratio not in swa.schedules:
             kinds = tuple(swa.schedules)
             raise ValueError(f"swa_metadata: built for compress ratios {kinds}, these layers have {ratio}")
-        window = swa.decode_swa_indices.shape[-1]
-        Step("swa_metadata", requests, tokens, 0, swa.slot_mapping).require(config, place, window=window)
-        _require_given("metadata", metadata, ratio > 1, ratio)
+        built = {name: getattr(swa.config, name) for name in ("model", "window", "max_image_tokens")}
+        Step("swa_metadata", requests, tokens, 0, swa.slot_mapping).require(config, place, **built)
+        _require_given("metadata", metadata, config.has_compressed_rows, ratio)
         if metadata is None:
             return
         require_instance("metadata", metadata, SparseMLAMetadata)

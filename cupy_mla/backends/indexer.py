@@ -19,7 +19,7 @@ from ..metadata.indexer import (
     require_indexed,
 )
 from ..ops.cache import SCALE_FORMATS
-from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache, require_indexer_cache
+from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache, indexer_layout
 from ..ops.logits import HEADS, D
 from ..ops.topk import MAX_K, select_rows, select_rows_paged
 from ..typing import A, AnyArray, ScaleFormat
@@ -81,7 +81,8 @@ class IndexerImpl:
 
         Decodes are scored over the paged cache, each with all of its query tokens at once. Prefills are scored chunk by
         chunk over keys that are gathered into the workspace. Where no query token sees more keys than it chooses,
-        nothing is scored.
+        nothing is scored: of prefills, and of decodes outside of a captured CUDA graph, in every such step; of decodes
+        in one where no sequence can have more.
 
         Args:
             k: [T, (1,) 128] bfloat16 keys, rotated. With compression row t is the key that token t completes; rows of
@@ -113,7 +114,7 @@ class IndexerImpl:
             self._reserve(place, heads)
             chosen.obj[...] = -1
             return chosen.obj[:tokens]
-        require_indexer_cache(cache)
+        indexer_layout(cache)
         if cache.shape[1] != self.config.rows_per_block:
             raise ValueError(
                 f"kv_cache: expected {self.config.rows_per_block} rows a block (config), got {cache.shape[1]}"
@@ -130,7 +131,8 @@ class IndexerImpl:
         keys, scales, padded = self._scratch(rows, places)
         if metadata.decode is not None:
             end = metadata.num_decode_tokens
-            self._decode(metadata.decode, q.obj[:end], w, kv_cache, padded, chosen.obj[:end])
+            short = metadata.decode.short and not (place.on_gpu and place.is_capturing())
+            self._decode(metadata.decode, q.obj[:end], w, kv_cache, padded, chosen.obj[:end], short)
         for chunk in metadata.prefill_chunks:
             self._prefill(chunk, q.obj, w, kv_cache, keys, scales, chosen.obj)
         if metadata.num_prefills:  # tokens that pad the batch
@@ -138,20 +140,22 @@ class IndexerImpl:
             chosen.obj[max(last, metadata.num_decode_tokens) : tokens] = -1
         return chosen.obj[:tokens]
 
-    def _decode(self, decode: IndexerDecodeMetadata, q8: Any, w: Any, kv_cache: Any, padded: Any, chosen: Any) -> None:
+    def _decode(
+        self, decode: IndexerDecodeMetadata, q8: Any, w: Any, kv_cache: Any, padded: Any, chosen: Any, short: bool
+    ) -> None:
         """q8 [Td, H, 128], chosen [Td, topk]."""
-        if decode.choose_all:
+        if decode.choose_all or (short and decode.requires_padding):
             lens: Any = decode.context_lens
             lens = lens.reshape(-1)
             self._choose_all(lens[decode.token_rows] if decode.requires_padding else lens, chosen)
             return
-        requests = decode.block_table.shape[0]
+        requests, topk = decode.block_table.shape[0], self.config.topk
         w, to = w[: len(q8)], chosen
         if decode.requires_padding:
             q8, w, to = q8[decode.padded_rows], w[decode.padded_rows], padded
         select_rows_paged(
             reshape_query_for_spec_decode(q8, requests), kv_cache, w, decode.context_lens, decode.block_table,
-            decode.max_context_len, self.config.topk, max_workspace_bytes=self.config.max_workspace_bytes,
+            topk if short else decode.max_context_len, topk, max_workspace_bytes=self.config.max_workspace_bytes,
             schedule=decode.schedule, out=to,
         )  # fmt: skip
         if decode.requires_padding:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, overload
 
 from ..arrays import Array
 from ..bridges import Place, bind, describe
@@ -13,15 +14,17 @@ from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..layouts import D_V, names
 from ..metadata.batch import prefill_workspace_size
 from ..metadata.sparse_mla import (
+    DenseDecodes,
     FP8KernelMetadata,
     FP8SeparatePrefillDecode,
     SparseMLAMetadata,
     SparseMLAMetadataBuilder,
 )
 from ..ops.attention import planned_decode, sparse_prefill
+from ..ops.dense import dense_decode
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
-from ..ops.indices import convert_to_slots_and_ends
 from ..typing import A, AnyArray, CacheLayout, ModelKind
+from .index_groups import PhysicalTopk, to_slots
 from .steps import Step
 from .workspace import Workspace
 
@@ -95,6 +98,24 @@ class SparseMLABackend:
         return num_blocks, block_size, config.layout.last_axis
 
 
+class _Lists(NamedTuple):
+    """Rows that query tokens attend.
+
+    Attributes:
+        slots: [T, K] slots, or rows of the workspace.
+        ends: [T] where each list ends.
+        sinks: [h], or None.
+    """
+
+    slots: Any
+    ends: Any
+    sinks: Any
+
+    def part(self, tokens: slice) -> _Lists:
+        """Those of some query tokens."""
+        return _Lists(self.slots[tokens], self.ends[tokens], self.sinks)
+
+
 class SparseMLAImpl:
     """The attention of one V3.2 layer. It keeps no state of its own: all layers of a model may share one.
 
@@ -102,6 +123,9 @@ class SparseMLAImpl:
     the output where `out` is not given), and every replay writes there again. torch captures into a memory pool of the
     graph's own; with CuPy, warm up and capture under `cupy.cuda.using_allocator` of a pool that lives as long as
     the graph. Replays allocate nothing.
+
+    Where metadata has `dense_decodes`, these attend over all rows of their requests by `cupy_mla.dense_decode`. Their
+    index lists are neither converted nor read.
 
     Models without RoPE (d_qk 512) attend over their rows of 512 in bf16. In an FP8 cache their rows are V3.2's, whose
     RoPE part must be finite (`concat_and_cache_mla` writes zeros): it meets zeros beside the query.
@@ -135,8 +159,10 @@ class SparseMLAImpl:
         q: A | tuple[A, A],
         kv_cache: AnyArray,
         metadata: SparseMLAMetadata,
-        topk_indices: AnyArray,
+        topk_indices: AnyArray | PhysicalTopk,
         *,
+        valid_counts: AnyArray | None = None,
+        sinks: AnyArray | None = None,
         out: A | None = None,
         return_lse: Literal[False] = False,
     ) -> A: ...
@@ -147,8 +173,10 @@ class SparseMLAImpl:
         q: A | tuple[A, A],
         kv_cache: AnyArray,
         metadata: SparseMLAMetadata,
-        topk_indices: AnyArray,
+        topk_indices: AnyArray | PhysicalTopk,
         *,
+        valid_counts: AnyArray | None = None,
+        sinks: AnyArray | None = None,
         out: A | None = None,
         return_lse: Literal[True],
     ) -> tuple[A, A]: ...
@@ -158,13 +186,16 @@ class SparseMLAImpl:
         q: A | tuple[A, A],
         kv_cache: AnyArray,
         metadata: SparseMLAMetadata,
-        topk_indices: AnyArray,
+        topk_indices: AnyArray | PhysicalTopk,
         *,
+        valid_counts: AnyArray | None = None,
+        sinks: AnyArray | None = None,
         out: A | None = None,
         return_lse: bool = False,
     ) -> A | tuple[A, A]:
         """Attention of a step's query tokens over their chosen KV tokens, which the cache must already hold.
 
+        Decodes of short contexts take the dense way where the metadata says so. All else goes over index lists.
         bf16 cache: one launch over slots; batches of decodes alone go to the decode kernel, which splits rows to fill
         the GPU, others to the prefill kernel over the flattened cache (to the decode kernel, too, when the cache's
         blocks have gaps between them). FP8 cache: as the metadata says, see `FP8SeparatePrefillDecode`.
@@ -177,20 +208,27 @@ class SparseMLAImpl:
             metadata: of this step, from `SparseMLAMetadataBuilder` with these layers' config; T is its number of
                 tokens.
             topk_indices: [T, topk] int32 token positions in each token's request, and -1, anywhere, where there are
-                fewer.
+                fewer; with the config's kpool [T, topk + kpool - 1], from `expand_pools_and_append_tail`. Of layers
+                that share a list what `IndexGroups.get` returns, which is not converted again.
+            valid_counts: [T] int32 entries of each token's list that count, the first ones; None: all that are not -1.
+                They tell where lists end, which else is looked for.
+            sinks: [h] float32 a value of each head that its softmax divides by too, in natural-log units, of models
+                that have them (HY-V4); None: none.
             out: [T, h, 512] bfloat16, written in place when given.
             return_lse: also return the logarithms that merge this with attention over other rows.
 
         Returns:
-            [T, h, 512] bfloat16, and with `return_lse` also lse [T, h] float32. Rows of tokens that pad a batch with
-            prefills hold anything.
+            [T, h, 512] bfloat16, and with `return_lse` also lse [T, h] float32, without the sinks. Rows of tokens that
+            pad a batch with prefills hold anything.
 
         Raises:
             TypeError, ValueError: an argument has the wrong type, shape, device or strides.
         """
-        place, cache = self._check(q, kv_cache, metadata, topk_indices)
+        place, cache = self._check(q, kv_cache, metadata, topk_indices, valid_counts)
         tokens, heads, extra = metadata.num_actual_tokens, self.config.num_heads, metadata.fp8_extra_metadata
-        (out_,) = place.optional(out=out)
+        out_, sinks_ = place.optional(out=out, sinks=sinks)
+        if sinks_ is not None:
+            sinks_.require(FLOAT32, heads)
         result = place.output("out", out_, (tokens, heads, D_V), BFLOAT16).obj
         lse = place.new("lse", (tokens, heads), FLOAT32).obj if require_bool("return_lse", return_lse) else None
         prefill = extra.prefill if isinstance(extra, FP8SeparatePrefillDecode) else None
@@ -206,19 +244,43 @@ class SparseMLAImpl:
         if padded:
             concatenated[..., :D_V], concatenated[..., D_V:] = queries, 0
             queries = concatenated
-        # Where lists end, not how many entries are valid: -1 may stand anywhere in a list.
-        convert_to_slots_and_ends(
-            metadata.req_id_per_token, metadata.block_table, topk_indices, metadata.block_size,
-            prefill.request_ids if prefill else None, prefill.workspace_starts if prefill else None, out=slots,
-            ends=ends,
-        )  # fmt: skip
-        if isinstance(extra, FP8SeparatePrefillDecode):
-            self._forward_separate(queries, kv_cache, extra, slots, ends, workspace, result, lse)
-        elif isinstance(extra, FP8KernelMetadata):
-            self._decode(queries, kv_cache, slots, ends, extra, result, lse)
+        dense = self._dense(place, metadata)
+        listed = slice(0 if dense is None else dense.num_tokens, tokens)
+        if dense is not None:
+            self._attend_all(queries, kv_cache, dense, sinks, result, lse)
+        if listed.start == tokens:
+            return result if lse is None else (result, lse)
+        if isinstance(topk_indices, PhysicalTopk):
+            slots, ends = topk_indices.physical_topk_indices, topk_indices.lens
         else:
-            self._forward_bf16(queries, kv_cache, cache, metadata, slots, ends, result, lse)
+            ends = to_slots(metadata, topk_indices, valid_counts, slots, ends, listed)
+        lists = _Lists(slots, ends, sinks)
+        if isinstance(extra, FP8SeparatePrefillDecode):
+            if dense is not None:
+                extra = replace(extra, decode=None)
+            self._forward_separate(queries, kv_cache, extra, lists, workspace, result, lse)
+        elif isinstance(extra, FP8KernelMetadata):
+            self._decode(queries, kv_cache, lists, extra, result, lse)
+        else:
+            self._forward_bf16(queries, kv_cache, cache, metadata, lists, result, lse)
         return result if lse is None else (result, lse)
+
+    def _dense(self, place: Place, metadata: SparseMLAMetadata) -> DenseDecodes | None:
+        """The decodes that take the dense way. In a graph that must hold at every replay."""
+        dense, always = metadata.dense_decodes, self.config.max_model_len <= self.config.topk
+        if dense is None or always or not (place.on_gpu and place.is_capturing()):
+            return dense
+        return None
+
+    def _attend_all(self, q: Any, kv_cache: Any, dense: DenseDecodes, sinks: Any, out: Any, lse: Any) -> None:
+        """Attention of decodes over all rows of their requests."""
+        shape, end = (len(dense.seq_lens), dense.query_len), dense.num_tokens
+        _, found = dense_decode(
+            q[:end].reshape(*shape, *q.shape[1:]), kv_cache, dense.block_table, dense.seq_lens, self.scale,
+            attn_sink=sinks, out=out[:end].reshape(*shape, *out.shape[1:]),
+        )  # fmt: skip
+        if lse is not None:
+            lse[:end].reshape(*shape, -1)[...] = found.swapaxes(1, 2)
 
     def _forward_bf16(
         self,
@@ -226,8 +288,7 @@ class SparseMLAImpl:
         kv_cache: Any,
         cache: Array,
         metadata: SparseMLAMetadata,
-        slots: Any,
-        ends: Any,
+        lists: _Lists,
         out: Any,
         lse: Any,
     ) -> None:
@@ -235,17 +296,16 @@ class SparseMLAImpl:
         flat = num_blocks <= 1 or cache.strides[0] == block_size * cache.strides[1]
         if flat and metadata.max_query_len > 1 + self.config.num_speculative_tokens:
             rows = kv_cache.reshape(num_blocks * block_size, 1, d_qk)
-            self._prefill(q, rows, slots, out, lse)
+            self._prefill(q, rows, lists, out, lse)
         else:
-            self._decode(q, kv_cache, slots, ends, FP8KernelMetadata(), out, lse)
+            self._decode(q, kv_cache, lists, FP8KernelMetadata(), out, lse)
 
     def _forward_separate(
         self,
         q: Any,
         kv_cache: Any,
         batch: FP8SeparatePrefillDecode,
-        slots: Any,
-        ends: Any,
+        lists: _Lists,
         workspace: Any,
         out: Any,
         lse: Any,
@@ -254,7 +314,7 @@ class SparseMLAImpl:
             end = batch.num_decode_tokens
             of_decodes = None if lse is None else lse[:end]
             self._decode(
-                q[:end], kv_cache, slots[:end], ends[:end], batch.decode.kernel_metadata, out[:end], of_decodes
+                q[:end], kv_cache, lists.part(slice(end)), batch.decode.kernel_metadata, out[:end], of_decodes
             )  # fmt: skip
         for chunk in batch.prefill.chunks if batch.prefill else ():
             rows, tokens = workspace[: chunk.chunk_tot_seqlen], chunk.tokens_slice
@@ -262,23 +322,22 @@ class SparseMLAImpl:
                 kv_cache, rows, chunk.block_table, chunk.seq_lens, chunk.workspace_starts
             )
             of_chunk = None if lse is None else lse[tokens]
-            self._prefill(q[tokens], rows[:, None], slots[tokens], out[tokens], of_chunk)
+            self._prefill(q[tokens], rows[:, None], lists.part(tokens), out[tokens], of_chunk)
 
-    def _decode(
-        self, q: Any, kv_cache: Any, slots: Any, ends: Any, kernel: FP8KernelMetadata, out: Any, lse: Any
-    ) -> None:
+    def _decode(self, q: Any, kv_cache: Any, lists: _Lists, kernel: FP8KernelMetadata, out: Any, lse: Any) -> None:
         """Attention of query tokens over the cache. Each is a request of its own: lists end at places of their own."""
         if len(q) == 0:
             return
         _, found = planned_decode(
-            q[:, None], kv_cache, slots[:, None], ends, self.scale, out[:, None], kernel.num_splits, kernel.plan
+            q[:, None], kv_cache, lists.slots[:, None], lists.ends, self.scale, out[:, None], kernel.num_splits,
+            kernel.plan, attn_sink=lists.sinks,
         )  # fmt: skip
         if lse is not None:
             lse[...] = found[..., 0]
 
-    def _prefill(self, q: Any, rows: Any, slots: Any, out: Any, lse: Any) -> None:
+    def _prefill(self, q: Any, rows: Any, lists: _Lists, out: Any, lse: Any) -> None:
         """Attention of query tokens over flat rows. Without ends: with them full lists take up to 3 % longer."""
-        _, _, found = sparse_prefill(q, rows, slots[:, None], self.scale, out=out)
+        _, _, found = sparse_prefill(q, rows, lists.slots[:, None], self.scale, attn_sink=lists.sinks, out=out)
         if lse is not None:
             lse[...] = found
 
@@ -287,14 +346,18 @@ class SparseMLAImpl:
         config = self.config
         return self.workspace.get_simultaneous(
             ((tokens if with_q else 0, config.num_heads, config.layout.d_qk), BFLOAT16),
-            ((tokens, config.topk), INT32),
+            ((tokens, config.topk_width), INT32),
             ((tokens,), INT32),
             ((rows, config.layout.d_qk), BFLOAT16),
         )
 
-    def _check(self, q: Any, kv_cache: Any, metadata: SparseMLAMetadata, topk_indices: Any) -> tuple[Place, Array]:
+    def _check(
+        self, q: Any, kv_cache: Any, metadata: SparseMLAMetadata, topk_indices: Any, valid_counts: Any
+    ) -> tuple[Place, Array]:
         """What the operations below cannot know: that arguments fit the config and the batch."""
-        place, (cache, topk) = bind(kv_cache=kv_cache, topk_indices=topk_indices)
+        shared = isinstance(topk_indices, PhysicalTopk)
+        chosen = topk_indices.of(metadata).physical_topk_indices if shared else topk_indices
+        place, (cache, topk) = bind(kv_cache=kv_cache, topk_indices=chosen)
         if place != self.workspace.place:
             raise ValueError(f"kv_cache: expected it where the workspace is, {self.workspace.place}, got {place}")
         if metadata is None or metadata is not self._checked:
@@ -307,7 +370,11 @@ class SparseMLAImpl:
             parts = [("ql_nope", D_V, q[0]), ("q_pe", config.d_qk - D_V, q[1])]
         for name, width, part in parts:
             place.admit(describe(name, part)).require(BFLOAT16, tokens, config.num_heads, width)
-        topk.require(INT32, tokens, config.topk)
+        topk.require(INT32, tokens, config.topk_width)
+        if valid_counts is not None:
+            if shared:
+                raise ValueError("valid_counts: expected None beside a list that IndexGroups has converted")
+            place.admit(describe("valid_counts", valid_counts)).require(INT32, tokens)
         if len(cache.shape) == 4:
             cache.without_axis(2)
         dtypes = QUANTIZED if config.layout.quantized else BFLOAT16

@@ -64,6 +64,13 @@ def traceable(operation: Operation) -> Operation:
     return call  # type: ignore[return-value]
 
 
+def differentiable(function: Operation) -> Operation:
+    """Mark the body of an operation whose custom op has a backward: `operation` makes a call with a tensor that wants a
+    gradient by that op, unless a result is given, `out`."""
+    function.differentiable = True  # type: ignore[attr-defined]
+    return function
+
+
 _every: list[Calls] = []  # of every operation
 
 
@@ -137,6 +144,7 @@ class Calls:
     def __init__(self, function: Callable[..., Any]) -> None:
         parameters = signature(function).parameters.values()
         self._function = function
+        self._differentiable = getattr(function, "differentiable", False)
         self._positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         self.known: Remembered = Remembered(MOST_KEYS)
         self.recents: list[_Recent] = []
@@ -149,6 +157,10 @@ class Calls:
         self, head: tuple[Any, ...], values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Make a call that is not like the last ones."""
+        if self._differentiable and any(map(_wants_gradient, values)):
+            named = {**dict(zip(self._positional, args, strict=False)), **kwargs}
+            if named.get("out") is None:
+                return in_graph(self._function.__name__)(*args, **kwargs)
         key: Key | None = None
         given = prepared = None
         if not arrays.CHECK_VALUES:  # the body does that
@@ -171,6 +183,11 @@ class Calls:
         if key is not None and for_others:
             self.known.put(key, prepared)
         return result
+
+
+def _wants_gradient(value: Any) -> bool:
+    library = library_of(value)
+    return library is not None and library.wants_gradient(value)
 
 
 def _on_gpu(value: Any) -> bool:

@@ -62,6 +62,13 @@ def cache_layout(cache: Array, allowed: Sequence[Layout], others: Mapping[Layout
     )
 
 
+def require_rows(kv: Array, layout: Layout) -> Array:
+    """Check where flat rows [s_kv, 1, d_qk] of a layout start; returns them."""
+    if layout.quantized and not kv.aligned(ALIGNMENT):
+        raise ValueError(f"{kv.name}: rows of {layout.name} must start at multiples of {ALIGNMENT} bytes in memory")
+    return kv
+
+
 def require_cache(cache: Array, layout: Layout, alignment: int = ALIGNMENT) -> Array:
     """Check a paged cache [num_blocks, block_size, (1,) last axis] of a layout; drops the KV-head axis.
 

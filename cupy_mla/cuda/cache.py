@@ -12,17 +12,18 @@ from ..layouts import ATTENTION_LAYOUTS, D_V, INDEXER_FP8, Layout
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
-from .paging import ceil_div, integers, pointer
+from .paging import call_scale, ceil_div, integers, pointer
 from .program import Clear, Launch, Program, Slot
 from .structs import INT32, INT64, POINTER, Struct
 
 PACK = Struct(
     "PackParams", latent=POINTER, rope=POINTER, cache=POINTER, slots=POINTER, latent_stride=INT64, rope_stride=INT64,
     block_stride=INT64, row_stride=INT64, num_slots=INT64, block_size=INT32, num_tokens=INT32, power_of_two=INT32,
+    k_scale=structs.CALL_SCALE,
 )  # fmt: skip
 UNPACK = Struct(
     "UnpackParams", slots=structs.INTEGERS, cache=POINTER, out=POINTER, block_stride=INT64, row_stride=INT64,
-    out_stride=INT64, num_slots=INT64, num_rows=INT64, block_size=INT32,
+    out_stride=INT64, num_slots=INT64, num_rows=INT64, block_size=INT32, k_scale=structs.CALL_SCALE,
 )  # fmt: skip
 
 TOKENS_PER_BLOCK = 32
@@ -51,11 +52,18 @@ def kernels() -> Iterator[Kernel]:
 
 
 def concat_and_cache_mla(
-    gpu: Gpu, layout: Layout, kv_c: Array, k_pe: Array, cache: Array, slots: Array, scale_format: str
+    gpu: Gpu,
+    layout: Layout,
+    kv_c: Array,
+    k_pe: Array,
+    cache: Array,
+    slots: Array,
+    scale_format: str,
+    k_scale: Array | float,
 ) -> Program:
     """Twin of `reference.cache.concat_and_cache_mla`."""
     rope = k_pe if k_pe.shape[1] != 0 else None
-    return _pack(layout, kv_c, rope, cache, slots, scale_format == "ue8m0")
+    return _pack(layout, kv_c, rope, cache, slots, scale_format == "ue8m0", k_scale)
 
 
 def quantize_and_insert_k_cache(gpu: Gpu, layout: Layout, k: Array, cache: Array, slots: Array) -> Program:
@@ -63,7 +71,7 @@ def quantize_and_insert_k_cache(gpu: Gpu, layout: Layout, k: Array, cache: Array
     return _pack(layout, k, None, cache, slots, True)
 
 
-def unpack_rows(gpu: Gpu, layout: Layout, cache: Array, slots: Array, out: Array) -> Program:
+def unpack_rows(gpu: Gpu, layout: Layout, cache: Array, slots: Array, k_scale: Array | float, out: Array) -> Program:
     """Twin of `reference.cache.unpack_rows`."""
     (rows,) = slots.shape
     num_blocks, block_size, _ = cache.shape
@@ -72,7 +80,7 @@ def unpack_rows(gpu: Gpu, layout: Layout, cache: Array, slots: Array, out: Array
     params = UNPACK(
         slots=integers(slots), cache=cache.ptr, out=out.ptr, block_stride=cache.strides[0] * cache.dtype.itemsize,
         row_stride=_row_stride(layout, cache), out_stride=out.strides[0], num_slots=num_blocks * block_size,
-        num_rows=rows, block_size=block_size,
+        num_rows=rows, block_size=block_size, k_scale=call_scale(k_scale),
     )  # fmt: skip
     return [Launch(unpack_kernel(layout), (ceil_div(rows, ROWS_PER_BLOCK), 1, 1), params)]
 
@@ -82,19 +90,28 @@ def _row_stride(layout: Layout, cache: Array) -> int:
     return layout.row_stride if layout.quantized else cache.strides[1] * cache.dtype.itemsize
 
 
-def _pack(layout: Layout, latent: Array, rope: Array | None, cache: Array, slots: Array, power_of_two: bool) -> Program:
+def _pack(
+    layout: Layout,
+    latent: Array,
+    rope: Array | None,
+    cache: Array,
+    slots: Array,
+    power_of_two: bool,
+    k_scale: Array | float = 1.0,
+) -> Program:
     (tokens,) = slots.shape
     num_blocks, block_size, _ = cache.shape
     if tokens == 0 or num_blocks == 0:
         return ()
     size = cache.dtype.itemsize
     aligned = latent.aligned(16) and (rope is None or rope.aligned(16)) and (layout.quantized or cache.aligned(16))
-    zeros = Slot("no RoPE", shape=(layout.d_rope,), dtype=BFLOAT16) if rope is None and layout.rope_apart else None
+    zeros = Slot("no RoPE", shape=(layout.d_qk - D_V,), dtype=BFLOAT16) if rope is None and layout.rope_apart else None
     params = PACK(
         latent=latent.ptr, rope=pointer(rope or zeros), cache=cache.ptr, slots=slots.ptr,
         latent_stride=latent.strides[0], rope_stride=rope.strides[0] if rope else 0,
         block_stride=cache.strides[0] * size, row_stride=_row_stride(layout, cache),
         num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens, power_of_two=int(power_of_two),
+        k_scale=call_scale(k_scale),
     )  # fmt: skip
     launch = Launch(pack_kernel(layout, aligned), (ceil_div(tokens, TOKENS_PER_BLOCK), 1, 1), params)
     return [Clear(zeros.ptr, zeros.nbytes), launch] if zeros else [launch]  # the same zeros for every token

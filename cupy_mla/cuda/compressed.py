@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from ..arguments import C128aLists, Conversion
-from ..arrays import Array
+from ..arguments import C128aLists, CompressedSlots, Conversion
 from . import structs
 from .driver import Gpu
 from .indices import convert_req_index_to_global_index
 from .kernel import Kernel
-from .paging import block_table, ceil_div, queries
+from .paging import block_table, ceil_div, ownership, pointer, queries
 from .program import Launch, Program
 from .structs import INT32, INT64, POINTER, Struct
 
 COMPRESSED_SLOTS = Struct(
-    "CompressedSlotsParams", table=structs.BLOCK_TABLE, queries=structs.QUERIES, out=POINTER, size=INT32, ratio=INT32
-)
+    "CompressedSlotsParams", table=structs.BLOCK_TABLE, queries=structs.QUERIES, owner=structs.OWNERSHIP,
+    slot_mapping=POINTER, out=POINTER, size=INT32, ratio=INT32,
+)  # fmt: skip
 C128A = Struct(
     "C128aParams", table=structs.BLOCK_TABLE, positions=POINTER, slot_mapping=POINTER, token_to_req=POINTER,
     decode_indices=POINTER, decode_lens=POINTER, prefill_indices=POINTER, decode_stride=INT64, prefill_stride=INT64,
@@ -51,23 +51,15 @@ def compute_global_topk_indices_and_lens(gpu: Gpu, a: Conversion) -> Program:
     return convert_req_index_to_global_index(gpu, a)
 
 
-def get_compressed_slot_mapping(
-    gpu: Gpu,
-    num_tokens: int,
-    query_start_loc: Array,
-    seq_lens: Array,
-    table: Array,
-    block_size: int,
-    compress_ratio: int,
-    out: Array,
-) -> Program:
+def get_compressed_slot_mapping(gpu: Gpu, a: CompressedSlots) -> Program:
     """Twin of `reference.compressed.get_compressed_slot_mapping`."""
-    (size,) = out.shape
+    (size,) = a.out.shape
     if size == 0:
         return ()
     params = COMPRESSED_SLOTS(
-        table=block_table(table, block_size), queries=queries(query_start_loc, seq_lens, num_tokens), out=out.ptr,
-        size=size, ratio=compress_ratio,
+        table=block_table(a.block_table, a.block_size), queries=queries(a.query_start_loc, a.seq_lens, a.num_tokens),
+        owner=ownership(a.world_size, a.rank, a.interleave), slot_mapping=pointer(a.slot_mapping), out=a.out.ptr,
+        size=size, ratio=a.compress_ratio,
     )  # fmt: skip
     return [Launch(slots_kernel(), (ceil_div(size, SLOTS_TOKENS_PER_BLOCK), 1, 1), params)]
 

@@ -9,9 +9,9 @@ from ..arrays import Array
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
-from .paging import ceil_div, divisor, pointer
+from .paging import ceil_div, ownership, pointer
 from .program import Launch, Program
-from .structs import INT32, INT64, POINTER, Packed, Struct
+from .structs import INT32, INT64, POINTER, Struct
 
 LOCAL_LENS = Struct("LocalLensParams", owner=structs.OWNERSHIP, lens=POINTER, out=POINTER, requests=INT32)
 LOCALIZE = Struct(
@@ -72,19 +72,12 @@ def kernels() -> Iterator[Kernel]:
         yield merge_ranks_kernel(bf16)
 
 
-def _ownership(world_size: int, rank: int, interleave: int) -> Packed:
-    """`struct Ownership` of a rank."""
-    return structs.OWNERSHIP(
-        interleave=divisor(int(interleave)), turn=divisor(int(interleave) * int(world_size)), rank=rank
-    )
-
-
 def local_seq_lens(gpu: Gpu, lens: Array, world_size: int, rank: int, interleave: int, out: Array) -> Program:
     """Twin of `reference.context_parallel.local_seq_lens`."""
     requests = lens.shape[0]
     if requests == 0:
         return ()
-    params = LOCAL_LENS(owner=_ownership(world_size, rank, interleave), lens=lens.ptr, out=out.ptr, requests=requests)
+    params = LOCAL_LENS(owner=ownership(world_size, rank, interleave), lens=lens.ptr, out=out.ptr, requests=requests)
     return [Launch(local_lens_kernel(), (ceil_div(requests, LENS_PER_BLOCK), 1, 1), params)]
 
 
@@ -96,7 +89,7 @@ def localize_topk(
     if tokens == 0:
         return ()
     params = LOCALIZE(
-        owner=_ownership(world_size, rank, interleave), positions=positions.ptr, out=out.ptr, length=length.ptr,
+        owner=ownership(world_size, rank, interleave), positions=positions.ptr, out=out.ptr, length=length.ptr,
         positions_stride=positions.strides[0], out_stride=out.strides[0], width=width,
         aligned=int(positions.aligned(16)),
     )  # fmt: skip
@@ -118,7 +111,7 @@ def globalize_topk(
     if tokens == 0 or width == 0:
         return ()
     params = GLOBALIZE(
-        owner=_ownership(world_size, rank, interleave), logits=logits.ptr, positions=positions.ptr, values=values.ptr,
+        owner=ownership(world_size, rank, interleave), logits=logits.ptr, positions=positions.ptr, values=values.ptr,
         out=out.ptr, logits_stride=logits.strides[0], positions_stride=positions.strides[0],
         values_stride=values.strides[0], out_stride=out.strides[0], keys=logits.shape[1], width=width,
     )  # fmt: skip

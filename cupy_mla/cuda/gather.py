@@ -7,17 +7,18 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32, Layout
+from ..layouts import BF16_576, D_V, FP8_OF_V4, FP8_OF_V32, Layout
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
-from .paging import block_table, ceil_div, pointer
+from .paging import block_table, call_scale, ceil_div, pointer
 from .program import Launch, Program
 from .structs import INT32, INT64, POINTER, Struct
 
 GATHER = Struct(
     "GatherParams", table=structs.BLOCK_TABLE, cache=POINTER, dst=POINTER, seq_lens=POINTER, starts=POINTER,
     block_stride=INT64, dst_stride=INT64, dst_rows=INT64, num_blocks=INT32, aligned=INT32,
+    k_scale=structs.CALL_SCALE,
 )  # fmt: skip
 GATHER_TAIL = Struct(
     "GatherTailParams", table=structs.BLOCK_TABLE, cache=POINTER, dst=POINTER, seq_lens=POINTER, gather_lens=POINTER,
@@ -35,7 +36,7 @@ BLOCKS_PER_SM = 4  # that run at a time, of the gathers
 @cache
 def gather_kernel(layout: Layout) -> Kernel:
     """The kernel that gathers rows of one FP8 layout of V3.2's kind."""
-    return Kernel("cache/gather.cu", GATHER, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
+    return Kernel("cache/gather.cu", GATHER, {**layout.defines(), "D_V": D_V, "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 @cache
@@ -65,6 +66,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     table: Array,
     seq_lens: Array,
     workspace_starts: Array,
+    k_scale: Array | float,
 ) -> Program:
     """Twin of `reference.gather.cp_gather_and_upconvert_fp8_kv_cache`."""
     num_blocks, block_size, _ = src_cache.shape
@@ -74,7 +76,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     params = GATHER(
         table=block_table(table, block_size), cache=src_cache.ptr, dst=dst.ptr, seq_lens=seq_lens.ptr,
         starts=workspace_starts.ptr, block_stride=src_cache.strides[0], dst_stride=dst.strides[0], dst_rows=rows,
-        num_blocks=num_blocks, aligned=int(dst.aligned(16)),
+        num_blocks=num_blocks, aligned=int(dst.aligned(16)), k_scale=call_scale(k_scale),
     )  # fmt: skip
     return [Launch(gather_kernel(layout), (_blocks(gpu, rows), 1, 1), params)]
 

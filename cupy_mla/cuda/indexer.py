@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from ..arrays import Array
-from ..layouts import INDEXER_FP8
+from ..layouts import INDEXER_LAYOUTS, INDEXER_MXFP4, Layout
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -28,28 +28,42 @@ GATHER_TOKENS_PER_BLOCK = 128
 GATHER_BLOCKS_PER_SM = 4  # that run at a time
 
 
+def defines_of(layout: Layout) -> dict[str, int | str]:
+    """A layout of keys as the constants that kernels are compiled with."""
+    return {**layout.defines(), "MXFP4": int(layout is INDEXER_MXFP4)}
+
+
 @cache
-def pack_kernel(aligned: bool) -> Kernel:
-    """The kernel that quantizes keys into the cache, for arrays that allow wide accesses or do not."""
-    defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": PACK_TOKENS_PER_BLOCK}
+def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
+    """The kernel that quantizes keys into a cache, for arrays that allow wide accesses or do not."""
+    defines = {**defines_of(layout), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": PACK_TOKENS_PER_BLOCK}
     return Kernel("indexer/pack_keys.cu", PACK_KEYS, defines)
 
 
 @cache
-def gather_kernel(aligned: bool) -> Kernel:
-    """The kernel that copies keys and scales out of the cache, for arrays that allow wide accesses or do not."""
-    defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": GATHER_TOKENS_PER_BLOCK}
+def gather_kernel(layout: Layout, widen: bool, aligned: bool) -> Kernel:
+    """The kernel that copies keys and scales out of a cache, for arrays that allow wide accesses or do not.
+
+    Args:
+        widen: MXFP4 is written as e4m3.
+    """
+    defines = {**defines_of(layout), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": GATHER_TOKENS_PER_BLOCK}
+    defines["WIDEN"] = int(widen)
     return Kernel("indexer/gather_keys.cu", GATHER_KEYS, defines)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for aligned in (True, False):
-        yield pack_kernel(aligned)
-        yield gather_kernel(aligned)
+        for layout in INDEXER_LAYOUTS:
+            yield pack_kernel(layout, aligned)
+            yield gather_kernel(layout, False, aligned)
+        yield gather_kernel(INDEXER_MXFP4, True, aligned)
 
 
-def indexer_k_quant_and_cache(gpu: Gpu, k: Array, kv_cache: Array, slots: Array, scale_format: str) -> Program:
+def indexer_k_quant_and_cache(
+    gpu: Gpu, layout: Layout, k: Array, kv_cache: Array, slots: Array, scale_format: str
+) -> Program:
     """Twin of `reference.indexer.indexer_k_quant_and_cache`."""
     (tokens,) = slots.shape
     num_blocks, block_size, _ = kv_cache.shape
@@ -61,11 +75,11 @@ def indexer_k_quant_and_cache(gpu: Gpu, k: Array, kv_cache: Array, slots: Array,
         power_of_two=int(scale_format == "ue8m0"),
     )  # fmt: skip
     aligned = k.aligned(16) and _block_aligned(kv_cache, 8)
-    return [Launch(pack_kernel(aligned), (ceil_div(tokens, PACK_TOKENS_PER_BLOCK), 1, 1), params)]
+    return [Launch(pack_kernel(layout, aligned), (ceil_div(tokens, PACK_TOKENS_PER_BLOCK), 1, 1), params)]
 
 
 def cp_gather_indexer_k_quant_cache(
-    gpu: Gpu, kv_cache: Array, dst_k: Array, dst_scale: Array, table: Array, cu_seq_lens: Array
+    gpu: Gpu, layout: Layout, kv_cache: Array, dst_k: Array, dst_scale: Array, table: Array, cu_seq_lens: Array
 ) -> Program:
     """Twin of `reference.indexer.cp_gather_indexer_k_quant_cache`."""
     num_blocks, block_size, _ = kv_cache.shape
@@ -79,7 +93,8 @@ def cp_gather_indexer_k_quant_cache(
     )  # fmt: skip
     blocks = min(ceil_div(rows, GATHER_TOKENS_PER_BLOCK), GATHER_BLOCKS_PER_SM * gpu.sms)
     aligned = _block_aligned(kv_cache, 16) and dst_k.aligned(16)
-    return [Launch(gather_kernel(aligned), (blocks, 1, 1), params)]
+    widen = dst_k.shape[1] != layout.row_stride
+    return [Launch(gather_kernel(layout, widen, aligned), (blocks, 1, 1), params)]
 
 
 def _block_aligned(kv_cache: Array, nbytes: int) -> bool:

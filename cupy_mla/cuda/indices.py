@@ -63,9 +63,9 @@ def convert_req_index_to_global_index(gpu: Gpu, a: Conversion) -> Program:
     staged = next((s for s in STAGES if width <= s), 0) if tokens_per_block >= STAGE_FROM_TOKENS else 0
     aligned = k % 4 == 0 and positions.aligned(16) and out.aligned(16)
     params = CONVERT(
-        table=block_table(table, a.block_size), req_id=a.req_id.ptr, positions=positions.ptr,
-        prefill_ids=pointer(a.prefill_request_ids), prefill_starts=pointer(starts), out=out.ptr,
-        counts=pointer(a.valid_counts), ends=pointer(a.ends), is_valid=pointer(a.is_valid_token),
+        table=block_table(table, a.block_size, block_stride=a.block_stride_rows), req_id=a.req_id.ptr,
+        positions=positions.ptr, prefill_ids=pointer(a.prefill_request_ids), prefill_starts=pointer(starts),
+        out=out.ptr, counts=pointer(a.valid_counts), ends=pointer(a.ends), is_valid=pointer(a.is_valid_token),
         positions_stride=positions.strides[0], out_stride=out.strides[0], num_tokens=tokens, k=k,
         num_prefills=starts.shape[0] if starts else 0, rows=tokens_per_block, aligned=int(aligned),
     )  # fmt: skip

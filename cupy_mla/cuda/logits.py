@@ -12,11 +12,12 @@ from functools import cache
 from typing import NamedTuple
 
 from .. import private
-from ..arguments import PagedKeys, QuantizeQ, RaggedKeys
+from ..arguments import CandidateKeys, PagedKeys, QuantizeQ, RaggedKeys
 from ..arrays import Array
-from ..layouts import INDEXER_FP8
+from ..layouts import INDEXER_FP8, INDEXER_LAYOUTS, INDEXER_MXFP4, Layout
 from . import logits_sm90, structs
 from .driver import Gpu
+from .indexer import defines_of
 from .kernel import Kernel
 from .logits_sm90 import HEADS, Work, padded_heads
 from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
@@ -24,14 +25,17 @@ from .program import Launch, Pointer, Program
 from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
 
 QUANTIZE_Q = Struct(
-    "QuantizeQParams", q=POINTER, weights=POINTER, positions=POINTER, cos_sin=POINTER, q8=POINTER, w=POINTER, q_t=INT64,
-    q_h=INT64, weights_stride=INT64, positions_end=INT64, cos_sin_stride=INT64, tokens=INT32, heads=INT32,
-    bf16_weights=INT32, bf16_cos_sin=INT32, rope_first=INT32, interleaved=INT32, power_of_two=INT32, factor=FLOAT,
+    "QuantizeQParams", q=POINTER, weights=POINTER, positions=POINTER, cos_sin=POINTER, codes=POINTER, scales=POINTER,
+    w=POINTER, q_t=INT64, q_h=INT64, weights_stride=INT64, positions_end=INT64, cos_sin_stride=INT64, tokens=INT32,
+    heads=INT32, bf16_weights=INT32, bf16_cos_sin=INT32, rope_first=INT32, interleaved=INT32, power_of_two=INT32,
+    factor=FLOAT,
 )  # fmt: skip
 SCHEDULE = Struct("ScheduleParams", structs.LOGITS_WORK, out=POINTER, out_stride=INT64)
 
 D = INDEXER_FP8.d_qk
 HEADS_PER_WARP, WARPS = 8, 8  # of quantize_q
+CANDIDATE_BLOCK = 8  # keys
+NO_CANDIDATES = {"candidates": 0, "req_id": 0, "candidates_stride": 0}
 
 VARIABLE = "CUPY_MLA_INDEXER_KERNELS"
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
@@ -45,18 +49,32 @@ SPILL_BYTES = 16  # keys fill the registers; some compilers put what is needed o
 
 
 @cache
-def quantize_kernel(aligned: bool) -> Kernel:
-    """The kernel that quantizes queries, for rows that allow wide accesses or do not."""
-    return Kernel("indexer/quantize_q.cu", QUANTIZE_Q, {"ALIGNED": int(aligned)})
+def quantize_kernel(aligned: bool, mxfp4: bool, widen: bool) -> Kernel:
+    """The kernel that quantizes queries, for rows that allow wide accesses or do not; to e4m3, or to MXFP4, as it is or
+    widened to e4m3."""
+    defines = {"ALIGNED": int(aligned), "MXFP4": int(mxfp4), "WIDEN": int(widen)}
+    return Kernel("indexer/quantize_q.cu", QUANTIZE_Q, defines)
 
 
 @cache
-def logits_kernel(heads: int, rows: int, paged: bool, aligned: bool, compact: bool) -> Kernel:
-    """The kernel for so many heads and query rows of a tile, keys in rows or paged that allow wide loads or do not;
-    `compact`: results start at the first key that a query sees."""
+def logits_kernel(
+    heads: int,
+    rows: int,
+    paged: bool,
+    aligned: bool,
+    compact: bool,
+    layout: Layout = INDEXER_FP8,
+    candidates: bool = False,
+) -> Kernel:
+    """The kernel for so many heads and query rows of a tile, keys in rows or paged that allow wide loads or do not.
+
+    Args:
+        compact: results start at the first key that a query sees.
+        candidates: queries see candidate blocks of paged keys.
+    """
     defines = {
-        **INDEXER_FP8.defines(), "HEADS": heads, "QUERIES": rows // heads, "PAGED": int(paged), "ALIGNED": int(aligned),
-        "COMPACT": int(compact),
+        **defines_of(layout), "HEADS": heads, "QUERIES": rows // heads, "PAGED": int(paged), "ALIGNED": int(aligned),
+        "COMPACT": int(compact), "CANDIDATES": int(candidates),
     }  # fmt: skip
     return Kernel("indexer/logits.cu", structs.LOGITS, defines, spill_bytes=SPILL_BYTES)
 
@@ -64,20 +82,25 @@ def logits_kernel(heads: int, rows: int, paged: bool, aligned: bool, compact: bo
 @cache
 def schedule_kernel() -> Kernel:
     """The kernel that makes a schedule of a paged cache. The next launch never starts before its end."""
-    return Kernel("indexer/schedule.cu", SCHEDULE, {**INDEXER_FP8.defines(), "PAGED": 1, "ALIGNED": 1})
+    defines = {**defines_of(INDEXER_FP8), "PAGED": 1, "ALIGNED": 1, "CANDIDATES": 0}
+    return Kernel("indexer/schedule.cu", SCHEDULE, defines)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     yield schedule_kernel()
     for aligned in (True, False):
-        yield quantize_kernel(aligned)
+        for mxfp4, widen in ((False, False), (True, False), (True, True)):
+            yield quantize_kernel(aligned, mxfp4, widen)
     for heads in HEADS:
         for compact in (False, True):
             yield logits_kernel(heads, TILE_ROWS, False, True, compact)
-        yield logits_kernel(heads, TILE_ROWS, True, False, False)
-        for rows in (FEW_ROWS, TILE_ROWS):
-            yield logits_kernel(heads, rows, True, True, False)
+        for layout in INDEXER_LAYOUTS:
+            yield logits_kernel(heads, TILE_ROWS, True, False, False, layout)
+            for rows in (FEW_ROWS, TILE_ROWS):
+                yield logits_kernel(heads, rows, True, True, False, layout)
+            for aligned in (False, True):
+                yield logits_kernel(heads, FEW_ROWS, True, aligned, False, layout, True)
 
 
 def quantize_indexer_q(gpu: Gpu, a: QuantizeQ) -> Program:
@@ -87,14 +110,16 @@ def quantize_indexer_q(gpu: Gpu, a: QuantizeQ) -> Program:
     if tokens == 0:
         return ()
     params = QUANTIZE_Q(
-        q=q.ptr, weights=weights.ptr, positions=pointer(a.positions), cos_sin=pointer(cos_sin), q8=a.q8.ptr, w=a.w.ptr,
-        q_t=q.strides[0], q_h=q.strides[1], weights_stride=weights.strides[0],
+        q=q.ptr, weights=weights.ptr, positions=pointer(a.positions), cos_sin=pointer(cos_sin), codes=a.codes.ptr,
+        scales=pointer(a.scales), w=a.w.ptr, q_t=q.strides[0], q_h=q.strides[1], weights_stride=weights.strides[0],
         positions_end=cos_sin.shape[0] if cos_sin else 0, cos_sin_stride=cos_sin.strides[0] if cos_sin else 0,
         tokens=tokens, heads=heads, bf16_weights=int(weights.dtype.itemsize == 2),
         bf16_cos_sin=int(cos_sin is not None and cos_sin.dtype.itemsize == 2), rope_first=int(a.rope_first),
         interleaved=int(a.interleaved), power_of_two=int(a.scale_format == "ue8m0"), factor=(int(heads) * D) ** -0.5,
     )  # fmt: skip
-    return [Launch(quantize_kernel(q.aligned(16)), (ceil_div(tokens * (heads // HEADS_PER_WARP), WARPS), 1, 1), params)]
+    mxfp4 = a.scale_format == "mxfp4"
+    kernel = quantize_kernel(q.aligned(16), mxfp4, mxfp4 and a.scales is None)
+    return [Launch(kernel, (ceil_div(tokens * (heads // HEADS_PER_WARP), WARPS), 1, 1), params)]
 
 
 class Part(NamedTuple):
@@ -131,7 +156,7 @@ def paged_indexer_schedule(
 ) -> Program:
     """Twin of `reference.logits.paged_indexer_schedule`."""
     params = SCHEDULE(
-        table=block_table(table, block_size), starts=0, ends=lens.ptr, lens_stride=lens_stride(lens),
+        **NO_CANDIDATES, table=block_table(table, block_size), starts=0, ends=lens.ptr, lens_stride=lens_stride(lens),
         requests=lens.shape[0], queries=lens.shape[1] if len(lens.shape) == 2 else 1, width=max_context_len,
         all_chosen=0, out=out.ptr, out_stride=out.strides[0],
     )  # fmt: skip
@@ -147,7 +172,7 @@ def ragged_logits(gpu: Gpu, of: RaggedKeys, part: Part, compact_width: int | Non
     if queries == 0 or (keys == 0 if compact_width is None else compact_width == 0):
         return ()
     params = structs.LOGITS(
-        table=NO_TABLE, q8=q8.ptr + first * q8.strides[0], keys=k8.ptr, scales=ks.ptr,
+        **NO_CANDIDATES, table=NO_TABLE, q8=q8.ptr + first * q8.strides[0], keys=k8.ptr, scales=ks.ptr,
         w=w.ptr + 4 * first * w.strides[0], out=part.out, starts=starts.ptr + 4 * first * starts.strides[0],
         ends=ends.ptr + 4 * first * ends.strides[0], schedule=0, q_request=0, q_query=q8.strides[0],
         q_head=q8.strides[1], w_stride=w.strides[0], out_stride=part.stride, key_stride=k8.strides[0], lens_stride=0,
@@ -166,21 +191,58 @@ def paged_logits(gpu: Gpu, of: PagedKeys, part: Part, width: int) -> Program:
     num_blocks, block_size, _ = kv_cache.shape
     if requests == 0 or n == 0 or width == 0:
         return ()
-    aligned = kv_cache.ptr % 16 == 0 and (num_blocks <= 1 or kv_cache.strides[0] % 16 == 0)
-    if schedule is not None and not (_by_sm90(gpu, aligned) and logits_sm90.scheduled(heads, n, block_size)):
+    aligned, layout = _aligned(kv_cache), _layout(kv_cache)
+    takes_schedule = layout is INDEXER_FP8 and _by_sm90(gpu, aligned) and logits_sm90.scheduled(heads, n, block_size)
+    if not takes_schedule:
         schedule = None
     params = structs.LOGITS(
-        table=block_table(table, block_size, first, requests), q8=q8.ptr + first * q8.strides[0], keys=kv_cache.ptr,
-        scales=0, w=w.ptr + 4 * first * n * w.strides[0], out=part.out, starts=0,
-        ends=lens.ptr + 4 * first * lens.strides[0], schedule=pointer(schedule), q_request=q8.strides[0],
-        q_query=q8.strides[1], q_head=q8.strides[2], w_stride=w.strides[0], out_stride=part.stride,
-        key_stride=kv_cache.strides[0], lens_stride=lens_stride(lens),
+        **NO_CANDIDATES, table=block_table(table, block_size, first, requests),
+        q8=q8.ptr + first * q8.strides[0], keys=kv_cache.ptr, scales=0, w=w.ptr + 4 * first * n * w.strides[0],
+        out=part.out, starts=0, ends=lens.ptr + 4 * first * lens.strides[0], schedule=pointer(schedule),
+        q_request=q8.strides[0], q_query=q8.strides[1], q_head=q8.strides[2], w_stride=w.strides[0],
+        out_stride=part.stride, key_stride=kv_cache.strides[0], lens_stride=lens_stride(lens),
         schedule_stride=0 if schedule is None else schedule.strides[0], requests=requests, queries=n, heads=heads,
         width=width, num_blocks=num_blocks, clean=int(part.clean), compact_width=0,
         all_chosen=part.all_chosen if schedule is None else 0,
     )  # fmt: skip
     shares = None if schedule is None else schedule.shape[0]
-    return [_launch(gpu, Work(heads, True, requests, n, width, shares=shares), aligned, params)]
+    return [_launch(gpu, Work(heads, True, requests, n, width, shares=shares, layout=layout), aligned, params)]
+
+
+def candidate_logits(gpu: Gpu, of: CandidateKeys, out: Array) -> Program:
+    """Twin of `reference.logits.candidate_logits`."""
+    return logits_of_candidates(gpu, of, Part(0, of.q8.shape[0], out.ptr, out.strides[0], True))
+
+
+def logits_of_candidates(gpu: Gpu, of: CandidateKeys, part: Part) -> Program:
+    """Logits of some query tokens over their candidate blocks."""
+    q8, kv_cache, w, candidates, lens, req_id, table = of
+    first, tokens = part.first, part.size
+    _, heads, _ = q8.shape
+    num_blocks, block_size, _ = kv_cache.shape
+    width = candidates.shape[1] * CANDIDATE_BLOCK
+    if tokens == 0 or width == 0:
+        return ()
+    params = structs.LOGITS(
+        table=block_table(table, block_size), q8=q8.ptr + first * q8.strides[0], keys=kv_cache.ptr, scales=0,
+        w=w.ptr + 4 * first * w.strides[0], out=part.out, starts=0, ends=lens.ptr + 4 * first * lens.strides[0],
+        schedule=0, q_request=q8.strides[0], q_query=0, q_head=q8.strides[1], w_stride=w.strides[0],
+        out_stride=part.stride, key_stride=kv_cache.strides[0], lens_stride=0, schedule_stride=0, requests=tokens,
+        queries=1, heads=heads, width=width, num_blocks=num_blocks, clean=int(part.clean), compact_width=0,
+        all_chosen=0, candidates=candidates.ptr + 4 * first * candidates.strides[0],
+        req_id=req_id.ptr + 4 * first * req_id.strides[0], candidates_stride=candidates.strides[0],
+    )  # fmt: skip
+    work = Work(heads, True, tokens, 1, width, layout=_layout(kv_cache), candidates=True)
+    return [_launch(gpu, work, _aligned(kv_cache), params)]
+
+
+def _aligned(kv_cache: Array) -> bool:
+    """Whether every block of a cache of keys allows 16-byte loads."""
+    return kv_cache.ptr % 16 == 0 and (kv_cache.shape[0] <= 1 or kv_cache.strides[0] % 16 == 0)
+
+
+def _layout(kv_cache: Array) -> Layout:
+    return INDEXER_MXFP4 if kv_cache.shape[2] == INDEXER_MXFP4.last_axis else INDEXER_FP8
 
 
 class Choice(NamedTuple):
@@ -231,11 +293,12 @@ def _by_sm90(gpu: Gpu, aligned: bool) -> bool:
 
 def _launch(gpu: Gpu, work: Work, aligned: bool, params: Packed) -> Launch:
     """The launch; `aligned`: keys allow 16-byte loads."""
-    heads, paged, requests, queries, width, compact, _ = work
+    heads, paged, requests, queries, width, compact, _, layout, candidates = work
     if _by_sm90(gpu, aligned):
         return logits_sm90.launch(gpu, work, params)
     padded = padded_heads(heads)
-    rows = FEW_ROWS if paged and aligned and queries * padded <= FEW_ROWS else TILE_ROWS
+    few = candidates or (paged and aligned and queries * padded <= FEW_ROWS)
+    rows = FEW_ROWS if few else TILE_ROWS
     tiles = requests * ceil_div(queries, rows // padded)
     blocks = min(BLOCKS_PER_SM * gpu.sms, tiles * max(ceil_div(width, UNIT), 1))
-    return Launch(logits_kernel(padded, rows, paged, aligned, compact), (blocks, 1, 1), params)
+    return Launch(logits_kernel(padded, rows, paged, aligned, compact, layout, candidates), (blocks, 1, 1), params)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from ..layouts import INDEXER_FP8
+from ..layouts import INDEXER_FP8, INDEXER_MXFP4, Layout
 from . import structs
 from .driver import Gpu
+from .indexer import defines_of
 from .kernel import Kernel
 from .paging import ceil_div
 from .program import Launch
@@ -53,6 +54,8 @@ class Work(NamedTuple):
         paged: keys are in a paged cache, else in rows.
         compact: results start at the first key that a query sees.
         shares: of a schedule; None: there is none.
+        layout: of the keys.
+        candidates: requests are query tokens, which see candidate blocks of keys in a paged cache.
     """
 
     heads: int
@@ -62,11 +65,15 @@ class Work(NamedTuple):
     width: int
     compact: bool = False
     shares: int | None = None
+    layout: Layout = INDEXER_FP8
+    candidates: bool = False
 
 
 MANY = Tile(128, 4, True, 10, underway=1)
 FEW = (Tile(64, 2, False, 10, 2), Tile(128, 3, False, 20), Tile(192, 2, False, 18), Tile(256, 2, False, 16))
 BESIDE = FEW[0]._replace(stages=6)  # by a schedule, two CTAs an SM: the next kernel's CTAs find room beside them
+# Keys as A operands take registers: no two CTAs an SM, and requests of many queries have several tiles.
+FEW_MXFP4 = (Tile(32, 4, False, 20), Tile(64, 4, False, 20), *FEW[1:3])
 LONG = FEW[1]._replace(underway=1)  # spares math warpgroups a fence each unit, but the first units are told of later
 
 
@@ -76,8 +83,17 @@ def padded_heads(heads: int) -> int:
 
 
 @cache
-def kernel(heads: int, tile: Tile, paged: bool, compact: bool, alone: bool, scheduled: bool) -> Kernel:
-    """The kernel for so many heads.
+def kernel(
+    heads: int,
+    tile: Tile,
+    paged: bool,
+    compact: bool,
+    alone: bool,
+    scheduled: bool,
+    layout: Layout = INDEXER_FP8,
+    candidates: bool = False,
+) -> Kernel:
+    """The kernel for so many heads, of a call as `Work` describes it.
 
     Args:
         compact: results start at the first key that a query sees.
@@ -85,9 +101,10 @@ def kernel(heads: int, tile: Tile, paged: bool, compact: bool, alone: bool, sche
         scheduled: by a schedule, and every unit of keys stands in one block.
     """
     defines = {
-        **INDEXER_FP8.defines(), "HEADS": heads, "QUERIES": tile.rows // heads, "WARPGROUPS": tile.warpgroups,
+        **defines_of(layout), "HEADS": heads, "QUERIES": tile.rows // heads, "WARPGROUPS": tile.warpgroups,
         "TOGETHER": int(tile.together), "STAGES": tile.stages, "CTAS_PER_SM": tile.ctas, "PAGED": int(paged),
         "ALIGNED": 1, "COMPACT": int(compact), "UNDERWAY": tile.underway, "SCHEDULED": int(scheduled),
+        "CANDIDATES": int(candidates),
     }  # fmt: skip
     return Kernel(
         "indexer/logits_sm90.cu", structs.LOGITS, defines, archs=("90a",), target="90a", alone=alone, overlaps=True
@@ -106,12 +123,18 @@ def kernels() -> Iterator[Kernel]:
         for tile in (FEW[-1], MANY):
             for compact in (False, True):
                 yield kernel(heads, tile, False, compact, False, False)
+        for tile in FEW_MXFP4[heads == 64 :]:
+            yield kernel(heads, tile, True, False, False, False, INDEXER_MXFP4)
+        yield kernel(heads, FEW_MXFP4[heads == 64], True, False, False, False, INDEXER_MXFP4, True)
+        for alone in (False, True):
+            yield kernel(heads, FEW[0], True, False, alone, False, candidates=True)
 
 
-def tile_for(heads: int, queries: int, paged: bool) -> Tile:
+def tile_for(heads: int, queries: int, paged: bool, layout: Layout = INDEXER_FP8) -> Tile:
     """The tile for requests of so many queries each, keys in rows or paged."""
-    few = FEW if paged else FEW[-1:]
-    return next((tile for tile in few if queries <= tile.queries(heads)), MANY)
+    mxfp4 = layout is INDEXER_MXFP4
+    few = FEW_MXFP4 if mxfp4 else FEW if paged else FEW[-1:]
+    return next((tile for tile in few if queries <= tile.queries(heads)), FEW_MXFP4[-1] if mxfp4 else MANY)
 
 
 def scheduled(heads: int, queries: int, block_size: int) -> bool:
@@ -148,9 +171,9 @@ def shares_of_schedule(gpu: Gpu, heads: int, requests: int, queries: int, width:
 
 def launch(gpu: Gpu, work: Work, params: Packed) -> Launch:
     """The launch of the kernel's fastest variant."""
-    heads, paged, requests, queries, width, compact, shares = work
+    heads, paged, requests, queries, width, compact, shares, layout, candidates = work
     padded = padded_heads(heads)
-    tile = tile_for(padded, queries, paged)
+    tile = tile_for(padded, queries, paged, layout)
     by_schedule = shares is not None
     ctas = _usual_shares(gpu, tile, _units(padded, tile, requests, queries, width)) if shares is None else shares
     alone = tile.ctas > 1 and ctas <= gpu.sms
@@ -158,4 +181,5 @@ def launch(gpu: Gpu, work: Work, params: Packed) -> Launch:
         tile = BESIDE
     elif by_schedule and tile == FEW[1] and _units(padded, tile, requests, queries, width) > LONG_UNITS * gpu.sms:
         tile = LONG
-    return Launch(kernel(padded, tile, paged, compact, alone, by_schedule), (ctas, 1, 1), params)
+    found = kernel(padded, tile, paged, compact, alone, by_schedule, layout, candidates)
+    return Launch(found, (ctas, 1, 1), params)

@@ -16,16 +16,20 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def block_table(table: Array, block_size: int, first: int = 0, count: int | None = None) -> Packed:
+def block_table(
+    table: Array, block_size: int, first: int = 0, count: int | None = None, block_stride: int | None = None
+) -> Packed:
     """`struct BlockTable` of a block table [num_requests, width] of blocks of `block_size` tokens.
 
     Args:
         first, count: only these requests.
+        block_stride: slots from a block's first to the next block's; None: `block_size`.
     """
     num_requests, width = table.shape
     return structs.BLOCK_TABLE(
         blocks=table.ptr + 4 * first * table.strides[0] if count is not None else table.ptr, stride=table.strides[0],
         num_requests=num_requests if count is None else count, width=width, block_size=divisor(int(block_size)),
+        block_stride=block_size if block_stride is None else block_stride,
     )  # fmt: skip
 
 
@@ -39,6 +43,13 @@ def queries(query_start_loc: Array, seq_lens: Array, num_tokens: int) -> Packed:
 def integers(array: Array) -> Packed:
     """`struct Integers` of an int32 or int64 array."""
     return structs.INTEGERS(first=array.ptr, wide=int(array.dtype == INT64))
+
+
+def call_scale(scale: Array | float) -> Packed:
+    """`struct CallScale` of a scale that a call brings."""
+    if isinstance(scale, Array):
+        return structs.CALL_SCALE(on_device=scale.ptr, known=0.0)
+    return structs.CALL_SCALE(on_device=0, known=scale)
 
 
 def lens_stride(context_lens: Array) -> int:
@@ -63,4 +74,11 @@ def divisor(value: int) -> Packed:
     return structs.DIVISOR(value=value, multiplier=-(-(1 << shift) // value), shift=shift)
 
 
-NO_TABLE = structs.BLOCK_TABLE(blocks=0, stride=0, num_requests=0, width=0, block_size=divisor(1))
+def ownership(world_size: int, rank: int, interleave: int) -> Packed:
+    """`struct Ownership` of a rank, of tokens or of what stands for several."""
+    return structs.OWNERSHIP(
+        interleave=divisor(int(interleave)), turn=divisor(int(interleave) * int(world_size)), rank=rank
+    )
+
+
+NO_TABLE = structs.BLOCK_TABLE(blocks=0, stride=0, num_requests=0, width=0, block_size=divisor(1), block_stride=1)

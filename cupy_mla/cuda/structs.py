@@ -213,10 +213,13 @@ def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 DIVISOR = Struct("Divisor", value=UINT32, multiplier=UINT32, shift=UINT32)  # rows/block_table.cuh
 INTEGERS = Struct("Integers", first=POINTER, wide=INT32)
-BLOCK_TABLE = Struct("BlockTable", blocks=POINTER, stride=INT64, num_requests=INT32, width=INT32, block_size=DIVISOR)
+BLOCK_TABLE = Struct(
+    "BlockTable", blocks=POINTER, stride=INT64, num_requests=INT32, width=INT32, block_size=DIVISOR, block_stride=INT32
+)
 OWNERSHIP = Struct("Ownership", interleave=DIVISOR, turn=DIVISOR, rank=INT32)  # indices/ownership.cuh
 QUERIES = Struct("Queries", starts=POINTER, seq_lens=POINTER, num_requests=INT32, num_tokens=INT32)
 
+CALL_SCALE = Struct("CallScale", on_device=POINTER, known=FLOAT)  # rows/call_scale.cuh
 SOURCE = Struct(
     "Source", cache=POINTER, indices=POINTER, lengths=POINTER, block_stride=INT64, row_stride=INT64,
     index_stride_b=INT64, index_stride_s=INT64, num_slots=INT64, topk=INT32, block_size=INT32,
@@ -227,6 +230,7 @@ ATTENTION = Struct(
     part_lse=POINTER, part_max=POINTER, cluster_parts=POINTER, sink=POINTER, scale_log2=FLOAT, s_q=INT32, h_q=INT32,
     num_queries=INT32, num_splits=INT32, flags=INT32, order=POINTER, ready=POINTER, nonce=UINT64, least_split=INT32,
     item_cost=INT32, cut_cost=INT32, whole_items=INT32, plan_filled=INT32, plan=POINTER,
+    q_scale=CALL_SCALE, k_scale=CALL_SCALE,
 )  # fmt: skip
 GROUPED = Struct(
     "GroupedParams", ATTENTION, list_lengths=POINTER, rows=POINTER, excluded=POINTER, twice=POINTER,
@@ -242,7 +246,7 @@ COUNT = Struct("CountParams", ATTENTION, counts=POINTER)
 
 LOGITS_WORK = Struct(
     "LogitsWork", table=BLOCK_TABLE, starts=POINTER, ends=POINTER, lens_stride=INT64, requests=INT32, queries=INT32,
-    width=INT32, all_chosen=INT32,
+    width=INT32, all_chosen=INT32, candidates=POINTER, req_id=POINTER, candidates_stride=INT64,
 )  # fmt: skip
 LOGITS = Struct(
     "LogitsParams", LOGITS_WORK, q8=POINTER, keys=POINTER, scales=POINTER, w=POINTER, out=POINTER, schedule=POINTER,

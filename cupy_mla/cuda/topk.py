@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from ..arguments import PagedKeys, RaggedKeys
+from ..arguments import CandidateKeys, PagedKeys, RaggedKeys, Selection
 from ..arrays import Array
 from ..dtypes import FLOAT32
+from ..dtypes import INT32 as INT32_ITEMS
 from . import structs
 from .driver import PORTABLE_CLUSTER, Gpu
 from .kernel import PORTABLE, Kernel
-from .logits import Part, paged_logits, ragged_logits
+from .logits import CANDIDATE_BLOCK, Part, logits_of_candidates, paged_logits, ragged_logits
 from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
 from .program import Launch, Pointer, Program, Slot
 from .structs import INT32, INT64, POINTER, Packed, Struct
@@ -20,8 +21,15 @@ from .structs import INT32, INT64, POINTER, Packed, Struct
 TOPK = Struct(
     "TopkParams", table=structs.BLOCK_TABLE, logits=POINTER, starts=POINTER, ends=POINTER, requests=POINTER,
     out=POINTER, logits_stride=INT64, out_stride=INT64, lens_stride=INT64, rows=INT32, width=INT32, k=INT32,
-    queries=INT32, aligned=INT32,
+    queries=INT32, aligned=INT32, in_blocks=INT32,
 )  # fmt: skip
+
+BLOCK_SCORES = Struct(
+    "BlockScoresParams", logits=POINTER, starts=POINTER, ends=POINTER, scores=POINTER, counts=POINTER,
+    logits_stride=INT64, scores_stride=INT64, lens_stride=INT64, rows=INT32, width=INT32, queries=INT32,
+    ctas_of_row=INT32, aligned=INT32,
+)  # fmt: skip
+SCORES_PER_BLOCK = 256
 
 LEAST_CLUSTER_CAPABILITY = 90
 # What is needed once a row goes to local memory; by BF16. The most are of sm_80 and sm_100; sm_90 has 48.
@@ -147,8 +155,15 @@ def kernel(shape: Shape, bf16: bool) -> Kernel:
     )  # fmt: skip
 
 
+@cache
+def scores_kernel() -> Kernel:
+    """The kernel that makes scores of blocks."""
+    return Kernel("indexer/block_scores.cu", BLOCK_SCORES, {})
+
+
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
+    yield scores_kernel()
     for bf16, tables in ((False, FLOAT32_TABLES), (True, BF16_TABLES)):
         for shape in dict.fromkeys(shape for table in tables for widths in table for _, shape in widths.shapes):
             yield kernel(shape, bf16)
@@ -209,12 +224,14 @@ class Bounds(NamedTuple):
     Attributes:
         lens_stride: with `queries`, from request to request; 0 where a request has one context length.
         queries: of a request, whose `ends` are context lengths; 0: `ends` are ends.
+        in_blocks: columns are those of candidate blocks, and `ends` numbers of keys.
     """
 
     starts: object
     ends: object
     lens_stride: int = 0
     queries: int = 0
+    in_blocks: bool = False
 
 
 def topk_indices(gpu: Gpu, logits: Array, k: int, starts: Array | None, ends: Array | None, out: Array) -> Program:
@@ -222,93 +239,154 @@ def topk_indices(gpu: Gpu, logits: Array, k: int, starts: Array | None, ends: Ar
     rows, width = logits.shape
     item = logits.dtype.itemsize
     of = Logits(logits.ptr, logits.strides[0], rows, width, item == 2, logits.aligned(4 * item))
-    return _launches(gpu, of, Bounds(pointer(starts), pointer(ends)), k, NO_TABLE, 0, out.ptr, out.strides[0])
+    return choice(gpu, of, Bounds(pointer(starts), pointer(ends)), k, out.ptr, out.strides[0])
 
 
 def select_rows(
     gpu: Gpu,
     of: RaggedKeys,
-    k: int,
+    chosen: Selection,
     req_id: Array | None,
     table: Array | None,
     block_size: int | None,
-    max_workspace_bytes: int,
-    out: Array,
 ) -> Program:
     """Twin of `reference.topk.select_rows`."""
+    k, max_workspace_bytes, out, blocks = chosen
     queries, keys = of.q8.shape[0], of.k8.shape[0]
     stride = _padded(keys)
     step = max(max_workspace_bytes // (4 * stride), 1)
     workspace = Slot("logits", shape=(min(step, queries), stride), dtype=FLOAT32)
+    scratch = BlockScores.of(min(step, queries), keys)
     slots = NO_TABLE if table is None or block_size is None else block_table(table, block_size)
     program: list = []
     for chunk in range(int(ceil_div(queries, step))):
         first = chunk * step
         rows = min(step, queries - first)
-        program += ragged_logits(gpu, of, Part(first, rows, workspace.ptr, stride, clean=False, all_chosen=k))
+        program += ragged_logits(
+            gpu, of, Part(first, rows, workspace.ptr, stride, clean=False, all_chosen=all_chosen(k, blocks))
+        )
         bounds = Bounds(_item(of.starts, first), _item(of.ends, first))
         requests = 0 if req_id is None else _item(req_id, first)
-        program += _launches(
-            gpu, Logits(workspace.ptr, stride, rows, keys, False, True), bounds, k, slots, requests,
-            out.ptr + 4 * first * out.strides[0], out.strides[0],
-        )  # fmt: skip
+        logits = Logits(workspace.ptr, stride, rows, keys, False, True)
+        program += choice(gpu, logits, bounds, k, _item(out, first), out.strides[0], slots, requests)
+        if blocks is not None:
+            program += block_choice(gpu, logits, bounds, scratch, blocks, first)
     return program
 
 
-def select_rows_paged(
-    gpu: Gpu,
-    of: PagedKeys,
-    max_context_len: int,
-    k: int,
-    slots: bool,
-    max_workspace_bytes: int,
-    out: Array,
-) -> Program:
+def select_rows_paged(gpu: Gpu, of: PagedKeys, chosen: Selection, max_context_len: int, slots: bool) -> Program:
     """Twin of `reference.topk.select_rows_paged`."""
+    k, max_workspace_bytes, out, blocks = chosen
     requests, n = of.q8.shape[0], of.q8.shape[1]
     if n == 0:
         return ()
     stride = _padded(max_context_len)
     step = max(max_workspace_bytes // (4 * stride * n), 1)
     workspace = Slot("logits", shape=(min(step, requests) * n, stride), dtype=FLOAT32)
+    scratch = BlockScores.of(min(step, requests) * n, max_context_len)
     program: list = []
     if step < requests:
         of = of._replace(schedule=None)
     for chunk in range(int(ceil_div(requests, step))):
         first = chunk * step
         count = min(step, requests - first)
-        part = Part(first, count, workspace.ptr, stride, clean=False, all_chosen=k)
-        program += paged_logits(gpu, of, part, max_context_len)
+        least = all_chosen(k, blocks)
+        if max_context_len > least:  # else all keys are chosen, whatever their logits are
+            part = Part(first, count, workspace.ptr, stride, clean=False, all_chosen=least)
+            program += paged_logits(gpu, of, part, max_context_len)
         bounds = Bounds(0, _item(of.lens, first), lens_stride(of.lens), n)
         to = block_table(of.table, of.cache.shape[1], first, count) if slots else NO_TABLE
-        program += _launches(
-            gpu, Logits(workspace.ptr, stride, count * n, max_context_len, False, True), bounds, k, to, 0,
-            out.ptr + 4 * first * n * out.strides[0], out.strides[0],
-        )  # fmt: skip
+        logits = Logits(workspace.ptr, stride, count * n, max_context_len, False, True)
+        program += choice(gpu, logits, bounds, k, _item(out, first * n), out.strides[0], to)
+        if blocks is not None:
+            program += block_choice(gpu, logits, bounds, scratch, blocks, first * n)
     return program
 
 
-def _launches(
+def candidate_blocks(gpu: Gpu, logits: Array, starts: Array | None, ends: Array | None, out: Array) -> Program:
+    """Twin of `reference.topk.candidate_blocks`."""
+    rows, width = logits.shape
+    of = Logits(logits.ptr, logits.strides[0], rows, width, False, logits.aligned(16))
+    return block_choice(gpu, of, Bounds(pointer(starts), pointer(ends)), BlockScores.of(rows, width), out, 0)
+
+
+class BlockScores(NamedTuple):
+    """Scratch memory of `block_choice`: scores of rows' blocks, and how many blocks rows have."""
+
+    scores: Slot
+    counts: Slot
+
+    @classmethod
+    def of(cls, rows: int, width: int) -> BlockScores:
+        """For at most so many rows of logits."""
+        shape = rows, _padded(ceil_div(width, CANDIDATE_BLOCK))
+        return cls(Slot("scores", shape=shape, dtype=FLOAT32), Slot("counts", shape=(rows,), dtype=INT32_ITEMS))
+
+
+def block_choice(gpu: Gpu, logits: Logits, bounds: Bounds, scratch: BlockScores, out: Array, first: int) -> Program:
+    """The launches that choose blocks of rows of float32 logits, and write them from row `first` of `out` on."""
+    rows, blocks = logits.rows, ceil_div(logits.width, CANDIDATE_BLOCK)
+    if rows == 0:
+        return ()
+    scores, counts = scratch
+    ctas_of_row = max(ceil_div(blocks, SCORES_PER_BLOCK), 1)
+    params = BLOCK_SCORES(
+        logits=logits.ptr, starts=bounds.starts, ends=bounds.ends, scores=scores.ptr, counts=counts.ptr,
+        logits_stride=logits.stride, scores_stride=_padded(blocks), lens_stride=bounds.lens_stride, rows=rows,
+        width=logits.width, queries=bounds.queries, ctas_of_row=ctas_of_row, aligned=int(logits.aligned),
+    )  # fmt: skip
+    of_blocks = Logits(scores.ptr, _padded(blocks), rows, blocks, False, True)
+    return [
+        Launch(scores_kernel(), (rows * ctas_of_row, 1, 1), params),
+        *choice(gpu, of_blocks, Bounds(0, counts.ptr), out.shape[1], _item(out, first), out.strides[0]),
+    ]
+
+
+def select_candidate_rows(gpu: Gpu, of: CandidateKeys, chosen: Selection) -> Program:
+    """Twin of `reference.topk.select_candidate_rows`."""
+    k, max_workspace_bytes, out, _ = chosen
+    tokens, candidates = of.candidates.shape
+    width = candidates * CANDIDATE_BLOCK
+    stride = _padded(width)
+    step = max(max_workspace_bytes // (4 * stride), 1)
+    workspace = Slot("logits", shape=(min(step, tokens), stride), dtype=FLOAT32)
+    program: list = []
+    for first in range(0, tokens, step):
+        rows = min(step, tokens - first)
+        program += logits_of_candidates(gpu, of, Part(first, rows, workspace.ptr, stride, clean=False))
+        logits = Logits(workspace.ptr, stride, rows, width, False, True)
+        bounds = Bounds(0, _item(of.lens, first), in_blocks=True)
+        to_positions = block_table(of.candidates, CANDIDATE_BLOCK, first, rows)
+        program += choice(gpu, logits, bounds, k, _item(out, first), out.strides[0], to_positions)
+    return program
+
+
+def choice(
     gpu: Gpu,
     logits: Logits,
     bounds: Bounds,
     k: int,
-    table: Packed,
-    requests: Pointer | int,
     out: Pointer | int,
     out_stride: int,
+    table: Packed = NO_TABLE,
+    requests: Pointer | int = 0,
 ) -> Program:
-    """The launch that chooses from rows of logits."""
+    """The launch that chooses from rows of logits; with a block table what it chooses become slots."""
     rows, width = logits.rows, logits.width
     if rows == 0:
         return ()
     params = TOPK(
         table=table, logits=logits.ptr, starts=bounds.starts, ends=bounds.ends, requests=requests, out=out,
         logits_stride=logits.stride, out_stride=out_stride, lens_stride=bounds.lens_stride, rows=rows, width=width, k=k,
-        queries=bounds.queries, aligned=int(logits.aligned),
+        queries=bounds.queries, aligned=int(logits.aligned), in_blocks=int(bounds.in_blocks),
     )  # fmt: skip
     shape, cluster = choose(gpu, rows, width, k, logits.bf16)
     return [Launch(kernel(shape, logits.bf16), (rows * cluster, 1, 1), params, cluster)]
+
+
+def all_chosen(k: int, blocks: Array | None) -> int:
+    """Of at most so many keys a query needs no logits: all of them are chosen, and all their blocks."""
+    return k if blocks is None else min(k, CANDIDATE_BLOCK * blocks.shape[1])
 
 
 def _padded(width: int) -> int:

@@ -5,8 +5,9 @@ so do those of `cupy_mla.flash_mla`. Import this module to find them in `torch.o
 
 An operation that allocates its results is there twice: `torch.ops.cupy_mla.sparse_decode(q, ...)` returns new tensors,
 `sparse_decode_out(out, q, ...)` writes those that the public function takes and returns the others. Operations that
-write into caches and workspaces declare it and return nothing. CPU tensors go to the NumPy reference. No operation has
-a backward, and asking for one is an error.
+write into caches and workspaces declare it and return nothing. CPU tensors go to the NumPy reference. `sparse_prefill`
+has a backward, the custom op `sparse_prefill_backward`; asking another operation for one is an error. A result that a
+call leaves out, as `d_sink` without sinks, is an empty tensor of the custom op, and None of the function.
 
 Schemas and results follow from the table of operations (`cupy_mla.ops.table`) and the functions' signatures.
 """
@@ -44,7 +45,6 @@ class TorchOperation:
         self._operation = operation
         self._function = partial(operation.writer or operation.function, **{setting: True} if setting else {})
         self._results = {result.name: result for result in operation.results if result.setting in ("", setting)}
-        self._dtypes = {name: getattr(torch, result.dtype.name) for name, result in self._results.items()}
         settings = {result.setting for result in operation.results}
         self._names = tuple(name for name in operation.parameters if name not in settings)
         self._given = tuple(name for name in self._results if name in operation.parameters)
@@ -61,7 +61,14 @@ class TorchOperation:
         arguments.update(kwargs)
         places = {name: arguments.pop(name, None) for name in self._given}
         if all(place is None for place in places.values()):
-            return self._allocate(**arguments)
+            returned = self._allocate(**arguments)
+            returned = returned if isinstance(returned, tuple) else (returned,)
+            return _unpacked(
+                [
+                    tensor if result.is_there(arguments) else None
+                    for tensor, result in zip(returned, self._results.values(), strict=False)
+                ]
+            )
         for name, place in places.items():
             if place is None:
                 places[name] = self._make(name, arguments)
@@ -69,11 +76,15 @@ class TorchOperation:
         others = others if isinstance(others, tuple) else (others,)
         names = [name for name in self._results if name not in self._given]
         places.update(zip(names, others, strict=False))
-        return _unpacked([places[name] for name in self._results])
+        return _unpacked(
+            [places[name] if result.is_there(arguments) else None for name, result in self._results.items()]
+        )
 
     def _make(self, result: str, arguments: dict[str, Any]) -> torch.Tensor:
-        """One of the results, uninitialised, where the arguments lie."""
-        return arguments[self._like].new_empty(self._results[result].shape(**arguments), dtype=self._dtypes[result])
+        """One of the results, uninitialised, where the arguments lie; empty where the operation leaves it out."""
+        of = self._results[result]
+        shape = of.shape(**arguments) if of.is_there(arguments) else (0,)
+        return arguments[self._like].new_empty(shape, dtype=getattr(torch, of.dtype_in(arguments).name))
 
     def _register(self, name: str, given: tuple[str, ...]) -> Callable[..., Any]:
         """The custom op that takes the given results and allocates the others."""
@@ -81,9 +92,12 @@ class TorchOperation:
         made = [result for result in self._results if result not in given]
 
         def implementation(*args: Any) -> Any:
-            returned = self._function(**dict(zip(parameters, args, strict=False)))
+            named = dict(zip(parameters, args, strict=False))
+            left_out = [name for name in given if not self._results[name].is_there(named)]
+            returned = self._function(**{name: value for name, value in named.items() if name not in left_out})
             returned = returned if isinstance(returned, tuple) else (returned,)
-            return _unpacked([r for r, result in zip(returned, self._results, strict=False) if result in made])
+            results = dict(zip(self._results, returned, strict=False))
+            return _unpacked([self._make(r, named) if results[r] is None else results[r] for r in made])
 
         def fake(*args: Any) -> Any:
             named = dict(zip(parameters, args, strict=False))
@@ -93,7 +107,9 @@ class TorchOperation:
         schema = self._schema(given, len(made))
         op = torch.library.custom_op(f"cupy_mla::{name}", implementation, mutates_args=written, schema=schema)
         op.register_fake(fake)
-        if not written:
+        if name in BACKWARDS:
+            op.register_autograd(BACKWARDS[name], setup_context=_save)
+        elif not written:
             op.register_autograd(partial(_no_backward, name))
         return getattr(torch.ops.cupy_mla, name)
 
@@ -102,7 +118,10 @@ class TorchOperation:
         arguments = [f"Tensor(out{i}!) {result}" for i, result in enumerate(given)]
         letters = iter("abcdefgh")
         for name in self._parameters:
-            kind = f"Tensor({next(letters)}!)" if name in self._operation.written else _kind(self._operation, name)
+            if name in self._operation.written:
+                kind = f"Tensor({next(letters)}!){'?' if self._operation.is_optional(name) else ''}"
+            else:
+                kind = _kind(self._operation, name)
             arguments.append(f"{kind} {name}{_default(self._operation.parameters[name])}")
         return f"({', '.join(arguments)}) -> ({', '.join(['Tensor'] * made)})"
 
@@ -131,6 +150,31 @@ def _unpacked(results: list[torch.Tensor]) -> Any:
 
 def _no_backward(name: str, *context: Any) -> Any:
     raise NotImplementedError(f"cupy_mla.{name} has no backward: call it under torch.no_grad(), or detach its inputs")
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    """Keep what the backward of `sparse_prefill` needs."""
+    q, kv, indices, ctx.sm_scale, _, attn_sink, topk_length, _, _ = inputs
+    out, max_logits, lse = output
+    ctx.save_for_backward(q, kv, indices, attn_sink, topk_length, out, lse)
+    ctx.mark_non_differentiable(max_logits)
+    ctx.set_materialize_grads(False)
+
+
+def _sparse_prefill_backward(ctx: Any, dout: Any, _: Any, d_lse: Any) -> tuple[Any, ...]:
+    """Gradients of the arguments of `sparse_prefill`; None for those that have none. A gradient that does not arrive is
+    zero."""
+    q, kv, indices, attn_sink, topk_length, out, lse = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()  # one may be a number, expanded
+    d_lse = None if d_lse is None else d_lse.contiguous()
+    dq, dkv, d_sink = _NAMED["sparse_prefill_backward"](
+        q, kv, indices, out, lse, dout, ctx.sm_scale, attn_sink=attn_sink, topk_length=topk_length, d_lse=d_lse
+    )
+    return dq, dkv, None, None, None, d_sink, None, None, None
+
+
+# Of the custom ops that have one.
+BACKWARDS = {"sparse_prefill": _sparse_prefill_backward}
 
 
 def _traced(operation: Operation) -> Callable[..., Any]:
@@ -184,10 +228,20 @@ def _require_kind(k_cache: Any, is_fp8_kvcache: bool) -> None:
 
 
 def _planned_decode(
-    q: Any, k_cache: Any, indices: Any, ends: Any, sm_scale: float, out: Any, num_splits: int | None, plan: Any
+    q: Any,
+    k_cache: Any,
+    indices: Any,
+    ends: Any,
+    sm_scale: float,
+    out: Any,
+    num_splits: int | None,
+    plan: Any,
+    **others: Any,
 ) -> Any:
     """Without the plan: a graph makes none."""
-    return _NAMED["sparse_decode"](q, k_cache, indices, sm_scale, topk_length=ends, out=out, num_splits=num_splits)
+    return _NAMED["sparse_decode"](
+        q, k_cache, indices, sm_scale, topk_length=ends, out=out, num_splits=num_splits, **others
+    )
 
 
 def _decode_of_step(

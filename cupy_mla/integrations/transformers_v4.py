@@ -20,10 +20,10 @@ from ..backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
 from ..backends.indexer import IndexerImpl
 from ..backends.workspace import Workspace
 from ..bridges import Place
-from ..config import SparseMLAConfig
+from ..config import C4A, SparseMLAConfig
 from ..layouts import INDEXER_FP8, V4_FP8
 from ..metadata.batch import BatchMetadata
-from ..metadata.indexer import C4A, IndexerMetadata, IndexerMetadataBuilder
+from ..metadata.indexer import IndexerMetadata, IndexerMetadataBuilder
 from ..metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from ..metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
 from ..ops.cache import empty_cache, quantize_and_insert_k_cache

@@ -13,7 +13,14 @@ import numpy as np
 
 from .. import arrays
 from ..bridges import describe, require_array
-from ..checks.options import LARGEST_INT, require_bool, require_instance, require_integer, shown
+from ..checks.options import (
+    LARGEST_INT,
+    require_bool,
+    require_instance,
+    require_integer,
+    require_together,
+    shown,
+)
 from ..checks.values import check_written_once, first_of, stray_block
 from ..dtypes import INT32, INT64
 from ..typing import A
@@ -28,6 +35,9 @@ _FIELDS: dict[str, tuple[np.dtype, int]] = {
     "block_table": (INT32, 2),
     "slot_mapping": (INT64, 1),
     "positions": (INT64, 1),
+    "replay_start": (INT32, 1),
+    "left_visible": (INT32, 1),
+    "right_visible": (INT32, 1),
 }
 
 PREFILL_WORKSPACE_SEQUENCES = 5  # longest sequences that the workspace of gathered rows holds at once
@@ -46,13 +56,17 @@ class BatchMetadata:
         block_table: [R, M] blocks of each sequence, in order; what stands past a sequence's last block is not read.
         slot_mapping: [T] slot of the cache that each token is written to, negative: not written. It gives T.
         positions: [T] place of each token in its sequence.
+        replay_start: [R] first position of each sequence that the sliding-window cache has rows of, of sequences whose
+            prefix comes from a cache without them; None: 0. Metadata of sliding windows alone read this and the next.
+        left_visible, right_visible: [T] how many positions of its image stand before each token and behind it, 0 for
+            tokens of text; both None: there are no images.
 
     All are NumPy arrays (or sequences) of integers; they become int32, `slot_mapping` and `positions` int64.
 
     Raises:
         TypeError: an array does not hold integers, or is on a GPU.
         ValueError: rows of several lengths, lengths that do not add up, offsets that go down, more query tokens than a
-            sequence is long, or values that do not fit the type.
+            sequence is long, a number that cannot be negative, or values that do not fit the type.
     """
 
     query_start_loc: np.ndarray
@@ -60,6 +74,9 @@ class BatchMetadata:
     block_table: np.ndarray
     slot_mapping: np.ndarray
     positions: np.ndarray
+    replay_start: np.ndarray | None
+    left_visible: np.ndarray | None
+    right_visible: np.ndarray | None
 
     def __init__(
         self,
@@ -68,10 +85,17 @@ class BatchMetadata:
         block_table: ArrayLike,
         slot_mapping: ArrayLike,
         positions: ArrayLike,
+        *,
+        replay_start: ArrayLike | None = None,
+        left_visible: ArrayLike | None = None,
+        right_visible: ArrayLike | None = None,
     ) -> None:
+        require_together(left_visible=left_visible, right_visible=right_visible)
         given = (query_start_loc, seq_lens, block_table, slot_mapping, positions)
-        for (name, (dtype, ndim)), values in zip(_FIELDS.items(), given, strict=True):
-            object.__setattr__(self, name, _integers(name, values, dtype, ndim))
+        optional = (replay_start, left_visible, right_visible)
+        for (name, (dtype, ndim)), values in zip(_FIELDS.items(), (*given, *optional), strict=True):
+            absent = values is None and name in ("replay_start", "left_visible", "right_visible")
+            object.__setattr__(self, name, None if absent else _integers(name, values, dtype, ndim))
         starts = self.query_start_loc
         if len(starts) == 0 or starts[0] != 0:
             got = f"{starts[0]} as the first of {len(starts)}" if len(starts) else "none"
@@ -95,12 +119,27 @@ class BatchMetadata:
                 f"slot_mapping: token {t} goes to slot {self.slot_mapping[t]}, but tokens from {starts[-1]} on pad the "
                 "batch and cannot be written"
             )
+        self._check_optional()
         short = np.flatnonzero(self.seq_lens < self.query_lens)
         if short.size:
             r = int(short[0])
             raise ValueError(
                 f"seq_lens: request {r} has {self.query_lens[r]} query tokens in a sequence of {self.seq_lens[r]}"
             )
+
+    def _check_optional(self) -> None:
+        for what, length, names in (
+            ("request", self.num_reqs, ("replay_start",)),
+            ("token", self.num_actual_tokens, ("left_visible", "right_visible")),
+        ):
+            for name in names:
+                values = getattr(self, name)
+                if values is None:
+                    continue
+                if len(values) != length:
+                    raise ValueError(f"{name}: expected {length} entries, one a {what}, got {len(values)}")
+                if values.min(initial=0) < 0:
+                    raise ValueError(f"{name}: {what} {int(values.argmin())} has {values.min()}, which is negative")
 
     def _require_length(self, what: str, length: int, *names: str) -> None:
         for name in names:
@@ -182,6 +221,8 @@ class BatchMetadata:
         first = np.zeros_like(self.seq_lens)
         if window is not None:
             first = np.maximum(self.seq_lens - self.query_lens - window + 1, 0)
+            if self.replay_start is not None:
+                first = np.minimum(np.maximum(first, self.replay_start), self.seq_lens)
         at = stray_block(table, first, self.seq_lens, block_size, num_blocks)
         if at is not None:
             r, m = at

@@ -1,4 +1,5 @@
-"""What DeepSeek V4's compressed layers (C4A, C128A) add to a step's metadata, in buffers at fixed addresses."""
+"""What the compressed layers of DeepSeek V4 (C4A, C128A) and V4.1 (C1A, C2A) add to a step's metadata, in buffers at
+fixed addresses."""
 
 from __future__ import annotations
 
@@ -6,12 +7,11 @@ from typing import Any
 
 from ..arrays import aligned_up
 from ..bridges import Place
-from ..config import SparseMLAConfig
+from ..config import C128A, SparseMLAConfig
 from ..dtypes import INT32, INT64
 from ..ops.compressed import build_c128a_topk_metadata, get_compressed_slot_mapping
 from .batch import BatchMetadata, split_decodes_and_prefills
 
-C128A = 128
 WIDTH_ALIGN = 128  # entries; widths of C128A's lists are a multiple of it
 
 
@@ -20,11 +20,18 @@ def c128a_width(config: SparseMLAConfig) -> int:
     return aligned_up(config.max_compressed_rows, WIDTH_ALIGN)
 
 
+def compressed_list_width(config: SparseMLAConfig) -> int:
+    """Width of the lists of compressed rows that V4 and V4.1 layers attend beside their windows; 0: they have none."""
+    if not config.has_compressed_rows:
+        return 0
+    return config.topk if config.has_topk else c128a_width(config)
+
+
 class CompressedRows:
     """Computes on the device, in order on the caller's current stream, what the metadata says of compressed rows.
 
     Args:
-        config: of layers with compress_ratio > 1.
+        config: of layers that have compressed rows.
         place: where the arrays live.
     """
 
@@ -44,7 +51,7 @@ class CompressedRows:
         table = device["block_table"][:requests]
         slots = get_compressed_slot_mapping(
             tokens, device["query_start_loc"][: requests + 1], device["seq_lens"][:requests], table,
-            config.rows_per_block, config.compress_ratio, self._slots,
+            config.rows_per_block, config.compress_ratio, self._slots, slot_mapping=device["slot_mapping"],
         )  # fmt: skip
         fields = {"slot_mapping": slots, "compressed_seq_lens": device["compressed_seq_lens"][:requests]}
         if config.compress_ratio != C128A:

@@ -1,9 +1,9 @@
 """Metadata of the lightning indexer: which keys each query token of a batch may see, and how they are scored in
 portions.
 
-Built once a step and shared by all layers that have an indexer, for DeepSeek V3.2's layers and V4's C4A layers. Every
-device array is a view of a buffer that is allocated once, at a fixed address, and sized by the config's maxima, so that
-a captured CUDA graph can read it at every replay.
+Built once a step and shared by all layers that have an indexer, for DeepSeek V3.2's layers, V4's C4A layers and V4.1's
+C1A and C2A layers. Every device array is a view of a buffer that is allocated once, at a fixed address, and sized by
+the config's maxima, so that a captured CUDA graph can read it at every replay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import HOST
 from ..bridges import Place
 from ..checks.options import LARGEST_INT, require_instance, require_integer
-from ..config import SparseMLAConfig
+from ..config import CHOSEN, SparseMLAConfig, one_of
 from ..cuda.driver import gpu
 from ..cuda.logits_sm90 import shares_of_step
 from ..dtypes import FLOAT32, INT32, INT64
@@ -27,7 +27,6 @@ from .batch import PREFILL_WORKSPACE_SEQUENCES, BatchMetadata, split_decodes_and
 from .sparse_mla import check_batch, fill, fill_table, known_on_device
 from .uploads import Uploads
 
-C4A = 4
 LOGITS_ALIGN = 4  # logits of a query take a multiple of so many float32
 
 
@@ -44,6 +43,8 @@ class IndexerDecodeMetadata:
         token_rows: [Td] int64 the place in [B, n] of each decode token.
         max_context_len: keys of the longest sequence, by the config.
         choose_all: no sequence can have more keys than a query token chooses.
+        short: in this step none of them has, by the host's upper bounds. No logits are computed then, but in a captured
+            CUDA graph, which must hold for longer sequences, too.
         schedule: of these keys, from `paged_indexer_schedule`; None where no kernel takes one.
     """
 
@@ -55,6 +56,7 @@ class IndexerDecodeMetadata:
     token_rows: AnyArray
     max_context_len: int
     choose_all: bool
+    short: bool
     schedule: AnyArray | None
 
 
@@ -190,6 +192,7 @@ class IndexerMetadataBuilder:
             Place.from_pair(place),
             {
                 "slot_mapping": ((tokens,), INT64),
+                "own_slots": ((tokens if config.has_compressed_rows else 0,), INT64),
                 "context_lens": ((requests * self.decode_threshold,), INT32),
                 "padded_rows": ((requests * self.decode_threshold,), INT64),
                 "token_rows": ((min(tokens, requests * self.decode_threshold),), INT64),
@@ -252,7 +255,7 @@ class IndexerMetadataBuilder:
         token = np.arange(len(request))
         padding = max(decode_tokens - len(request), 0)
         position = batch.seq_lens[request] - batch.query_start_loc[request + 1] + token
-        seen = (position + 1) // self.config.compress_ratio
+        seen = (position + 1) // self.config.tokens_per_row
 
         of_decodes = slice(decode_tokens - padding)
         decodes = int(request[of_decodes][-1]) + 1 if decode_tokens > padding else 0
@@ -264,7 +267,7 @@ class IndexerMetadataBuilder:
             decodes += -(-padding // decode_len)
 
         # Requests without query tokens have no keys to look at.
-        keys = np.where(batch.query_lens > 0, batch.seq_lens // self.config.compress_ratio, 0)
+        keys = np.where(batch.query_lens > 0, batch.seq_lens // self.config.tokens_per_row, 0)
         portions = split_indexer_chunks(
             batch.query_lens[num_decodes:], keys[num_decodes:], key_workspace_rows(self.config),
             self.config.max_workspace_bytes,
@@ -288,11 +291,12 @@ class IndexerMetadataBuilder:
         """Fill the host's copies; entries past the batch with values that are safe for a captured graph to read."""
         config, decode_tokens = self.config, split.counts[2]
         slots = batch.slot_mapping
-        if config.compress_ratio > 1:
+        if config.has_compressed_rows:
             slots = get_compressed_slot_mapping(
                 batch.num_actual_tokens, batch.query_start_loc, batch.seq_lens, batch.block_table,
-                config.rows_per_block, config.compress_ratio,
+                config.rows_per_block, config.compress_ratio, slot_mapping=batch.slot_mapping,
             )  # fmt: skip
+            fill(host["own_slots"], batch.slot_mapping, -1)
         fill(host["slot_mapping"], slots, -1)
         for name in ("context_lens", "padded_rows"):
             host[name][...] = 0
@@ -313,14 +317,15 @@ class IndexerMetadataBuilder:
         config, device, tokens = self.config, self._buffers.arrays, len(split.key_starts)
         decode_tokens = min(split.counts[2], tokens)
         lens = seq_lens[device["token_to_req"][:tokens]] + device["from_end"][:tokens]
-        seen = lens // config.compress_ratio
+        seen = lens // config.tokens_per_row
         device["ends"][:tokens] = device["starts"][:tokens] + seen
         device["context_lens"][device["token_rows"][:decode_tokens]] = seen[:decode_tokens]
-        if config.compress_ratio > 1:
+        if config.has_compressed_rows:
             requests = batch.num_reqs
             get_compressed_slot_mapping(
                 batch.num_actual_tokens, device["query_start_loc"][: requests + 1], seq_lens,
                 device["block_table"][:requests], config.rows_per_block, config.compress_ratio, device["slot_mapping"],
+                slot_mapping=device["own_slots"],
             )  # fmt: skip
 
     @property
@@ -361,6 +366,7 @@ class IndexerMetadataBuilder:
             token_rows=device["token_rows"][:tokens],
             max_context_len=self.config.max_index_keys,
             choose_all=self._choose_all,
+            short=bool(split.seen[:tokens].max(initial=0) <= self.config.topk),
             schedule=self._scheduled(lens, table, n),
         )
 
@@ -441,11 +447,10 @@ def require_indexed(config: SparseMLAConfig) -> None:
         TypeError, ValueError: it is no config, or they have none.
     """
     require_instance("config", config, SparseMLAConfig)
-    wanted = C4A if config.is_v4 else 1
-    if config.compress_ratio != wanted:
+    if not config.has_topk:
         raise ValueError(
-            f"config: layers with an indexer of a model of kind {config.model!r} have compress_ratio {wanted}, "
-            f"got {config.compress_ratio}"
+            f"config: layers with an indexer of a model of kind {config.model!r} have compress_ratio "
+            f"{one_of(CHOSEN[config.model])}, got {config.compress_ratio}"
         )
     if key_workspace_rows(config) > LARGEST_INT:
         raise ValueError(

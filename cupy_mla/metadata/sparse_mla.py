@@ -1,14 +1,14 @@
 """Metadata of sparse MLA layers: what a batch means to the attention backend, as device arrays.
 
-For DeepSeek V3.2's layers, and next to `swa` for the compressed caches of V4's. Built once a step and shared by all
-layers. Every device array is a view of a buffer that is allocated once, at a fixed address, and sized by the config's
-maxima, so that a captured CUDA graph can read it at every replay.
+For DeepSeek V3.2's layers, and next to `swa` for the compressed caches of V4's and V4.1's. Built once a step and shared
+by all layers. Every device array is a view of a buffer that is allocated once, at a fixed address, and sized by the
+config's maxima, so that a captured CUDA graph can read it at every replay.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ..checks.values import check_bounds
 from ..config import SparseMLAConfig
 from ..cuda.program import Plan
 from ..dtypes import INT32, INT64
+from ..ops.dense import faster_than_lists
 from ..typing import AnyArray
 from .batch import BatchMetadata, prefill_workspace_size, split_decodes_and_prefills, split_prefill_chunks
 from .compressed import CompressedRows
@@ -107,22 +108,50 @@ class FP8SeparatePrefillDecode:
 
 
 @dataclass(frozen=True)
+class DenseDecodes:
+    """Decodes that attend over all rows of their requests, in place of index lists that would name them.
+
+    They are the first tokens of the batch, `query_len` a request.
+
+    Attributes:
+        seq_lens: [B] int32, 0 of requests that tokens which pad the batch stand for.
+        block_table: [B, W] int32, of as many blocks as topk tokens take.
+        query_len: query tokens of each.
+    """
+
+    seq_lens: AnyArray
+    block_table: AnyArray
+    query_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens, B * query_len."""
+        return len(self.seq_lens) * self.query_len
+
+
+@dataclass(frozen=True)
 class SparseMLAMetadata:
     """One step's batch of R requests and T query tokens, for every sparse MLA layer.
 
     Attributes:
         num_reqs, max_query_len, max_seq_len, num_actual_tokens: as of the batch.
         query_start_loc: [R + 1] int32.
-        slot_mapping: [T] int64, where this step's tokens go; with compression, where the rows go that they complete,
-            -1 for tokens that complete none.
+        slot_mapping: [T] int64, where this step's tokens go; of a compressed cache, where the rows go that they
+            complete, -1 for tokens that complete none or pad the batch.
         block_table: [R, M] int32, M fixed by the config; -1 past the blocks that the batch gave.
         req_id_per_token: [T] int32, the request of each token; 0 for tokens that pad the batch.
         block_size: tokens a block.
         topk_tokens: KV tokens chosen for each query token.
         fp8_extra_metadata: None for a bf16 cache and for V4 layers.
         fp8_use_mixed_batch: the whole batch goes to the FP8 decode kernel, one query a token.
-        compress_ratio: tokens that a row of the cache stands for.
-        compressed_seq_lens: [R] int32 complete compressed rows of each sequence; None without compression.
+        dense_decodes: the decodes where these attend over all rows of their requests, without index lists; None where
+            they take lists. That is decided by the host's upper bounds of sequences' lengths: with the config's
+            `dense_when_short`, decodes of equally many query tokens each, of sequences of at most topk tokens, take the
+            dense way where it is faster. In batches with prefills so do the decodes that are launched apart from these,
+            as in separate mode. In a captured CUDA graph they take it only where no sequence can be longer than topk
+            (the config's `max_model_len`), since the choice must hold at every replay.
+        compress_ratio: of the config.
+        compressed_seq_lens: [R] int32 complete compressed rows of each sequence; None without a compressed cache.
         c128a_global_decode_topk_indices: [Td, 1, W] int32 slots of all rows that a decode token attends, -1 past them,
             W the rows of the longest sequence, rounded up to a multiple of 128; None unless compressed 128:1.
         c128a_decode_topk_lens: [Td] int32 how many these are, 0 for tokens that pad the batch.
@@ -141,6 +170,7 @@ class SparseMLAMetadata:
     topk_tokens: int
     fp8_extra_metadata: FP8KernelMetadata | FP8SeparatePrefillDecode | None = None
     fp8_use_mixed_batch: bool = False
+    dense_decodes: DenseDecodes | None = None
     compress_ratio: int = 1
     compressed_seq_lens: AnyArray | None = None
     c128a_global_decode_topk_indices: AnyArray | None = None
@@ -156,6 +186,14 @@ class _SeparateMode:
     chunks: list[tuple[int, int]] = field(default_factory=list)  # first request of the batch, end
     workspace_starts: np.ndarray = field(default_factory=lambda: np.zeros(0, INT32))  # of all prefills
     chunk_rows: list[int] = field(default_factory=list)
+
+
+class _Dense(NamedTuple):
+    """Decodes that take the dense way."""
+
+    requests: int  # those that tokens which pad the batch stand for included
+    live: int  # those that are there
+    query_len: int
 
 
 class SparseMLAMetadataBuilder:
@@ -187,13 +225,15 @@ class SparseMLAMetadataBuilder:
         self.decode_threshold: int = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         width = -(-config.max_model_len // config.block_size)
+        self._dense_width: int = min(width, -(-config.topk // config.block_size))  # blocks of the longest
         place = Place.from_pair(place)
-        self._compressed = CompressedRows(config, place) if config.compress_ratio > 1 else None
+        self._compressed = CompressedRows(config, place) if config.has_compressed_rows else None
         self._buffers = Uploads(
             place,
             {
                 "query_start_loc": ((requests + 1,), INT32),
                 "seq_lens": ((requests,), INT32),
+                "dense_lens": ((requests,), INT32),
                 "slot_mapping": ((tokens,), INT64),
                 "req_id_per_token": ((tokens,), INT32),
                 "prefill_request_ids": ((tokens,), INT32),
@@ -225,9 +265,12 @@ class SparseMLAMetadataBuilder:
         known = known_on_device(self._buffers.place, batch, seq_lens=seq_lens, positions=positions)
         separate = config.layout.quantized and not config.is_v4 and not config.use_mixed_batch
         mode = self._separate_mode(batch) if separate else None
-        self._buffers.upload(lambda host: self._write(host, batch, mode))
+        dense = self._dense(batch, mode)
+        self._buffers.upload(lambda host: self._write(host, batch, mode, dense))
         self._buffers.put(known)
-        if "seq_lens" in known and config.compress_ratio > 1:
+        if "seq_lens" in known and dense is not None:
+            self._buffers.put({"dense_lens": known["seq_lens"][: dense.live]})
+        if "seq_lens" in known and config.has_compressed_rows:
             self._buffers.put({"compressed_seq_lens": known["seq_lens"] // config.compress_ratio})
 
         device, requests, tokens = self._buffers.arrays, batch.num_reqs, batch.num_actual_tokens
@@ -251,6 +294,7 @@ class SparseMLAMetadataBuilder:
             topk_tokens=config.topk,
             fp8_extra_metadata=extra,
             fp8_use_mixed_batch=config.use_mixed_batch,
+            dense_decodes=None if dense is None else self._dense_decodes(dense),
             compress_ratio=config.compress_ratio,
             **fields,
         )
@@ -269,18 +313,45 @@ class SparseMLAMetadataBuilder:
             rows.append(int(ends[-1]))
         return _SeparateMode(counts, chunks, np.concatenate(starts).astype(INT32), rows)
 
-    def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata, mode: _SeparateMode | None) -> int:
+    def _dense(self, batch: BatchMetadata, mode: _SeparateMode | None) -> _Dense | None:
+        """The decodes that take the dense way, None where they take index lists."""
+        config = self.config
+        if not config.dense_when_short:
+            return None
+        counts = split_decodes_and_prefills(batch, self.decode_threshold, True) if mode is None else mode.counts
+        decodes, prefills, tokens, _ = counts
+        lens = batch.query_lens[:decodes]
+        live = int(np.count_nonzero(lens))  # requests that pad the batch stand last
+        query_len = int(lens.max(initial=0))
+        if live == 0 or (prefills and mode is None) or (lens[:live] != query_len).any() or tokens % query_len:
+            return None
+        requests = tokens // query_len
+        if requests > config.max_num_seqs or batch.seq_lens[:live].max() > config.topk:
+            return None
+        shape = requests, query_len, config.num_heads
+        faster = faster_than_lists(self._buffers.place, config.layout, shape, self._dense_width, config.block_size)
+        return _Dense(requests, live, query_len) if faster else None
+
+    def _dense_decodes(self, dense: _Dense) -> DenseDecodes:
+        device, requests = self._buffers.arrays, dense.requests
+        table = device["block_table"][:requests, : self._dense_width]
+        return DenseDecodes(device["dense_lens"][:requests], table, dense.query_len)
+
+    def _write(
+        self, host: dict[str, np.ndarray], batch: BatchMetadata, mode: _SeparateMode | None, dense: _Dense | None
+    ) -> int:
         """Fill the host's copies; entries past the batch with values that are safe for a captured graph to read."""
         requests, tokens = batch.num_reqs, batch.num_actual_tokens
         req_id = np.repeat(np.arange(requests, dtype=INT32), batch.query_lens)
         fill(host["query_start_loc"], batch.query_start_loc, tokens)
         fill(host["seq_lens"], batch.seq_lens, 0)
+        fill(host["dense_lens"], () if dense is None else batch.seq_lens[: dense.live], 0)
         fill(host["slot_mapping"], batch.slot_mapping, -1)
         fill(host["req_id_per_token"], req_id, 0)
         num_decodes = requests if mode is None else mode.counts[0]
         fill(host["prefill_request_ids"], np.maximum(req_id - num_decodes, -1), -1)
         fill(host["positions"], batch.positions, 0)
-        fill(host["compressed_seq_lens"], batch.seq_lens // self.config.compress_ratio, 0)
+        fill(host["compressed_seq_lens"], batch.seq_lens // self.config.tokens_per_row, 0)
         fill(host["prefill_workspace_starts"], () if mode is None else mode.workspace_starts, 0)
         return fill_table(host["block_table"], batch)
 

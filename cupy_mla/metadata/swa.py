@@ -1,4 +1,5 @@
-"""Metadata of DeepSeek V4's sliding-window cache, which every V4 layer has: built once a step, shared by all layers.
+"""Metadata of the sliding-window cache that every layer of DeepSeek V4 and V4.1 has: built once a step, shared by all
+layers.
 
 Every device array is a view of a buffer that is allocated once, at a fixed address, and sized by the config's maxima,
 so that a captured CUDA graph can read it at every replay.
@@ -8,21 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..arrays import HOST
 from ..bridges import Place
 from ..checks.options import require_instance, require_integer, shown
-from ..config import SparseMLAConfig
+from ..config import RATIOS, SparseMLAConfig
 from ..dtypes import BOOL, INT32, INT64
-from ..ops.swa import compute_prefill_gather_lens, compute_swa_indices_and_lens
+from ..ops.swa import compute_prefill_gather_lens, compute_swa_indices_and_lens, window_width
 from ..typing import AnyArray
 from .batch import BatchMetadata, split_decodes_and_prefills
 from .sparse_mla import FP8KernelMetadata, check_batch, fill, fill_table, known_on_device
 from .uploads import Uploads
-
-LAYER_KINDS = (1, 4, 128)  # compress ratios: sliding window alone, C4A, C128A
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,19 @@ class SparseSWAMetadata:
         query_start_loc_cpu: the same on the host, NumPy.
         is_valid_token: [T] bool, False for tokens that pad the batch (slot negative).
         token_to_req_indices: [T] int32 request of each token.
-        decode_swa_indices: [Td, 1, window] int32 slots of each decode token's window, -1 past its length.
+        replay_start: [R] int32 first position of each sequence that the cache has rows of; 0: all are there.
+        left_visible, right_visible: [T] int32 positions of its image before each token and behind it; None unless the
+            config's max_image_tokens are more than 0.
+        decode_swa_indices: [Td, 1, window + max_image_tokens] int32 slots of each decode token's window, -1 past its
+            length.
         decode_swa_lens: [Td] int32.
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens: how the batch is split.
         prefill_seq_lens: [P] int32.
         prefill_gather_lens: [P] int32 tokens at the end of each prefill's sequence that its queries' windows reach.
+        prefill_seq_lens_cpu, prefill_gather_lens_cpu: the same on the host, NumPy; where the device alone knows
+            sequences' lengths, upper bounds.
         schedules: by compress ratio, the schedule of the decode launches of each kind of layer, shared by its layers.
+        config: that it was built with.
     """
 
     block_table: AnyArray
@@ -54,6 +61,9 @@ class SparseSWAMetadata:
     query_start_loc_cpu: np.ndarray
     is_valid_token: AnyArray
     token_to_req_indices: AnyArray
+    replay_start: AnyArray
+    left_visible: AnyArray | None
+    right_visible: AnyArray | None
     decode_swa_indices: AnyArray
     decode_swa_lens: AnyArray
     num_decodes: int
@@ -62,7 +72,52 @@ class SparseSWAMetadata:
     num_prefill_tokens: int
     prefill_seq_lens: AnyArray
     prefill_gather_lens: AnyArray
+    prefill_seq_lens_cpu: np.ndarray
+    prefill_gather_lens_cpu: np.ndarray
     schedules: dict[int, FP8KernelMetadata]
+    config: SparseMLAConfig
+
+    def get_prefill_chunk_plan(
+        self, compress_ratio: int, prefill_chunk_size: int, has_compressed: bool | None = None
+    ) -> list[tuple[int, int, int, int]]:
+        """How the prefills are cut into chunks whose rows are gathered side by side: by their real lengths.
+
+        A chunk's workspace is [end - start, M, d_qk]: each request has N rows for its compressed rows, and from row N
+        on those of its window's tail. Requests are added while the workspace is no larger than that of
+        `prefill_chunk_size` requests of the greatest lengths that the config allows, so chunks of short sequences have
+        more of them.
+
+        Args:
+            compress_ratio: of the layers.
+            prefill_chunk_size: requests of the greatest lengths that the workspace holds.
+            has_compressed: whether the layers gather compressed rows; None: as layers of that ratio of the config's
+                model do.
+
+        Returns:
+            (start, end, N, M) of each chunk, in order; requests counted from the first prefill.
+        """
+        model = self.config.model
+        prefill_chunk_size = require_integer("prefill_chunk_size", prefill_chunk_size, 1)
+        if compress_ratio not in RATIOS[model]:
+            raise ValueError(f"compress_ratio must be among {RATIOS[model]}, got {compress_ratio}")
+        if has_compressed is None:
+            has_compressed = compress_ratio > RATIOS[model][0]
+        compressed = self.prefill_seq_lens_cpu // compress_ratio if has_compressed else 0 * self.prefill_seq_lens_cpu
+        most = -(-self.config.max_model_len // compress_ratio) if has_compressed else 0
+        most += self.config.window + self.config.max_num_batched_tokens
+        chunks: list[tuple[int, int, int, int]] = []
+        start = rows = tail = 0
+        for end, (n, gathered) in enumerate(
+            zip(compressed.tolist(), self.prefill_gather_lens_cpu.tolist(), strict=True), start=1
+        ):
+            wider = max(rows, n), max(tail, gathered)
+            if end - 1 > start and (end - start) * sum(wider) > prefill_chunk_size * most:
+                chunks.append((start, end - 1, rows, rows + tail))
+                start, wider = end - 1, (n, gathered)
+            rows, tail = wider
+        if self.num_prefills:
+            chunks.append((start, self.num_prefills, rows, rows + tail))
+        return chunks
 
 
 class SparseSWAMetadataBuilder:
@@ -74,7 +129,7 @@ class SparseSWAMetadataBuilder:
     Args:
         config: the engine's maxima, the window, and the block size of the sliding-window cache.
         place: where the device arrays live; see `SparseMLAMetadataBuilder`.
-        compress_ratios: the kinds of layers that the model has.
+        compress_ratios: the kinds of layers that the model has; None: all that models of its kind may have.
         num_blocks: blocks of the cache, to check slots and block tables against; None leaves them
             unchecked.
 
@@ -83,34 +138,37 @@ class SparseSWAMetadataBuilder:
         decode_threshold: most query tokens of a decode; decodes of a batch may differ in theirs.
 
     Raises:
-        ValueError: the config is not one of V4 layers, or a compress ratio is none of 1, 4 and 128.
+        ValueError: the config is not one of V4 or V4.1 layers, or a compress ratio is none of that model: 1, 4 and 128,
+            or 0, 1 and 2.
     """
 
     def __init__(
         self,
         config: SparseMLAConfig,
         place: tuple[str, int] = ("numpy", HOST),
-        compress_ratios: Iterable[int] = LAYER_KINDS,
+        compress_ratios: Iterable[int] | None = None,
         num_blocks: int | None = None,
     ) -> None:
         require_instance("config", config, SparseMLAConfig)
         num_blocks = None if num_blocks is None else require_integer("num_blocks", num_blocks, 0)
         if not config.is_v4:
             raise ValueError(f"config: expected V4 layers, got a model of kind {config.model!r}")
+        kinds = RATIOS[config.model]
         try:
-            ratios = list(compress_ratios)
+            ratios = list(kinds if compress_ratios is None else compress_ratios)
         except TypeError:
             got = shown(compress_ratios)
-            raise TypeError(f"compress_ratios: expected some of {LAYER_KINDS}, as [4], got {got}") from None
-        self._kinds = tuple(dict.fromkeys(require_integer("compress_ratios", ratio, 1) for ratio in ratios))
-        if not self._kinds or not set(self._kinds) <= set(LAYER_KINDS):
-            raise ValueError(f"compress_ratios must be among {LAYER_KINDS}, got {self._kinds}")
+            raise TypeError(f"compress_ratios: expected some of {kinds}, as [{kinds[1]}], got {got}") from None
+        self._kinds = tuple(dict.fromkeys(require_integer("compress_ratios", ratio, 0) for ratio in ratios))
+        if not self._kinds or not set(self._kinds) <= set(kinds):
+            raise ValueError(f"compress_ratios must be among {kinds}, got {self._kinds}")
         self.config = config
         self.num_blocks = num_blocks
         self.decode_threshold: int = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         decode_tokens = min(tokens, requests * self.decode_threshold)
         width = -(-config.max_model_len // config.block_size)
+        image_tokens = tokens if config.max_image_tokens else 0
         place = Place.from_pair(place)
         self._buffers = Uploads(
             place,
@@ -120,10 +178,13 @@ class SparseSWAMetadataBuilder:
                 "slot_mapping": ((tokens,), INT64),
                 "token_to_req": ((tokens,), INT32),
                 "is_valid_token": ((tokens,), BOOL),
+                "replay_start": ((requests,), INT32),
+                "left_visible": ((image_tokens,), INT32),
+                "right_visible": ((image_tokens,), INT32),
                 "block_table": ((requests, width), INT32),  # last: only its used rows go up
             },
         )
-        self._decode_indices = place.empty((decode_tokens, config.window), INT32)
+        self._decode_indices = place.empty((decode_tokens, window_width(config.window, config.max_image_tokens)), INT32)
         self._decode_lens = place.empty((decode_tokens,), INT32)
         self._gather_lens = place.empty((requests,), INT32)
         for array in (self._decode_indices, self._decode_lens, self._gather_lens):
@@ -146,6 +207,8 @@ class SparseSWAMetadataBuilder:
         """
         config = self.config
         check_batch(config, batch, self.num_blocks, config.window)
+        if batch.left_visible is not None and not config.max_image_tokens:
+            raise ValueError("batch: has tokens of images, the config's max_image_tokens is 0")
         known = known_on_device(self._buffers.place, batch, seq_lens=seq_lens)
         counts = split_decodes_and_prefills(batch, self.decode_threshold)
         num_decodes, num_prefills, decode_tokens, _ = counts
@@ -158,13 +221,23 @@ class SparseSWAMetadataBuilder:
         starts, lengths = device["query_start_loc"][: requests + 1], device["seq_lens"][:requests]
         table = device["block_table"][:requests]
         token_to_req, is_valid = device["token_to_req"][:tokens], device["is_valid_token"][:tokens]
+        replay_start, left, right = device["replay_start"][:requests], None, None
+        of_decodes: dict[str, Any] = {}
+        if config.max_image_tokens:
+            left, right = device["left_visible"][:tokens], device["right_visible"][:tokens]
+            of_decodes = {"left_visible": left[:decode_tokens], "right_visible": right[:decode_tokens]}
         self._decode_lens[decode_tokens:] = 0
         indices, lens = compute_swa_indices_and_lens(
             starts, lengths, token_to_req[:decode_tokens], is_valid[:decode_tokens], table, config.block_size,
-            config.window, out=self._decode_indices[:decode_tokens], lens=self._decode_lens[:decode_tokens],
+            config.window, replay_start=replay_start, **of_decodes, max_image_tokens=config.max_image_tokens,
+            out=self._decode_indices[:decode_tokens], lens=self._decode_lens[:decode_tokens],
         )  # fmt: skip
         gather_lens = compute_prefill_gather_lens(
-            lengths, starts, num_decodes, config.window, out=self._gather_lens[:num_prefills]
+            lengths, starts, num_decodes, config.window, replay_start=replay_start,
+            out=self._gather_lens[:num_prefills],
+        )  # fmt: skip
+        gather_lens_cpu = compute_prefill_gather_lens(
+            batch.seq_lens, batch.query_start_loc, num_decodes, config.window, replay_start=batch.replay_start
         )
         return SparseSWAMetadata(
             block_table=table,
@@ -175,6 +248,9 @@ class SparseSWAMetadataBuilder:
             query_start_loc_cpu=batch.query_start_loc,
             is_valid_token=is_valid,
             token_to_req_indices=token_to_req,
+            replay_start=replay_start,
+            left_visible=left,
+            right_visible=right,
             decode_swa_indices=indices[:, None],
             decode_swa_lens=lens,
             num_decodes=num_decodes,
@@ -183,7 +259,10 @@ class SparseSWAMetadataBuilder:
             num_prefill_tokens=counts[3],
             prefill_seq_lens=lengths[num_decodes:],
             prefill_gather_lens=gather_lens,
+            prefill_seq_lens_cpu=batch.seq_lens[num_decodes:],
+            prefill_gather_lens_cpu=gather_lens_cpu,
             schedules={ratio: FP8KernelMetadata() for ratio in self._kinds},
+            config=config,
         )
 
     def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata) -> int:
@@ -194,4 +273,8 @@ class SparseSWAMetadataBuilder:
         fill(host["slot_mapping"], batch.slot_mapping, -1)
         fill(host["token_to_req"], np.repeat(np.arange(requests, dtype=INT32), batch.query_lens), 0)
         fill(host["is_valid_token"], batch.slot_mapping >= 0, 0)
+        fill(host["replay_start"], () if batch.replay_start is None else batch.replay_start, 0)
+        if self.config.max_image_tokens:
+            fill(host["left_visible"], () if batch.left_visible is None else batch.left_visible, 0)
+            fill(host["right_visible"], () if batch.right_visible is None else batch.right_visible, 0)
         return fill_table(host["block_table"], batch)

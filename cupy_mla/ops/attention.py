@@ -14,9 +14,9 @@ from .. import arrays, layouts
 from ..arguments import Decode, Prefill
 from ..arrays import Array
 from ..bridges import bind
-from ..calls.operation import operation
+from ..calls.operation import differentiable, operation
 from ..checks.options import require_bool, require_integer, require_scale, require_together
-from ..checks.validate import cache_layout, require_cache, require_d_v, require_heads
+from ..checks.validate import QUANTIZED, cache_layout, require_cache, require_d_v, require_heads, require_rows
 from ..checks.values import check_lists
 from ..cuda import attention as cuda
 from ..cuda import driver
@@ -27,7 +27,8 @@ from ..cuda.program import Plan
 from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..layouts import D_V
 from ..reference import attention as reference
-from ..typing import A, AnyArray
+from ..typing import A, AnyArray, CallScale
+from .scales import require_q, scale_of_q, scale_of_rows
 
 __all__ = ["plan_splits", "sparse_decode", "sparse_prefill"]
 
@@ -35,6 +36,7 @@ HEAD_DIMS = (576, 512)
 
 
 @operation
+@differentiable
 def sparse_prefill(
     q: A,
     kv: AnyArray,
@@ -45,8 +47,10 @@ def sparse_prefill(
     attn_sink: AnyArray | None = None,
     topk_length: AnyArray | None = None,
     out: A | None = None,
+    q_scale: CallScale | None = None,
+    k_scale: CallScale | None = None,
 ) -> tuple[A, A, A]:
-    """Sparse attention of query tokens over a flat array of bf16 KV rows.
+    """Sparse attention of query tokens over a flat array of KV rows, bf16 or e4m3 with one scale.
 
     For each query token and head, over the rows j of the token's index list that are valid::
 
@@ -54,6 +58,8 @@ def sparse_prefill(
         max_logits = max_j logit[j]
         lse        = log(sum_j exp(logit[j]))
         out        = sum_j exp(logit[j] - lse) * kv[j, :512]
+
+    where q is q times `q_scale` if it is e4m3, and kv[j] is kv[j] times `k_scale` if rows are.
 
     - Entries that are negative or not below s_kv are invalid: such a row is never read and contributes nothing. Those
       at or after the token's `topk_length` are not looked at; a length of 0 or less leaves none, one beyond topk all.
@@ -66,8 +72,10 @@ def sparse_prefill(
     Products are summed in float32; weights are rounded to bfloat16 before they meet the values.
 
     Args:
-        q: [s_q, h_q, d_qk] bfloat16, h_q 1 to 128, d_qk 576 or 512; any strides with a contiguous last axis.
-        kv: [s_kv, 1, d_qk] bfloat16; V is the first 512 values of a row.
+        q: [s_q, h_q, d_qk] bfloat16, h_q 1 to 128, d_qk 576 or 512; any strides with a contiguous last axis. Over e4m3
+            rows it may be float8_e4m3fn (or uint8 of the same bytes).
+        kv: [s_kv, 1, d_qk] bfloat16, or float8_e4m3fn (or uint8) with rows at multiples of 16 bytes; V is the first 512
+            values of a row.
         indices: [s_q, 1, topk] int32 row numbers, invalid where < 0 or >= s_kv.
         sm_scale: factor on the dot products before the softmax, the model's: of DeepSeek-V3.2 `192 ** -0.5`, by the 128
             + 64 values of a head before weights are absorbed, times the square of its yarn factor where it has one;
@@ -76,6 +84,8 @@ def sparse_prefill(
         attn_sink: [h_q] float32, natural-log units; -inf has no effect, +inf gives zero output.
         topk_length: [s_q] int32; entries of `indices` at or after it are not looked at.
         out: [s_q, h_q, 512] bfloat16, written in place when given.
+        q_scale, k_scale: of an e4m3 q and of e4m3 rows: a positive number, or [1] or [] float32 on the device; default
+            1.
 
     Returns:
         out [s_q, h_q, 512] bfloat16, max_logits and lse [s_q, h_q] float32 (natural logarithm), in the caller's
@@ -96,21 +106,38 @@ def sparse_prefill(
         >>> lse.shape, round(float(lse[0, 0]), 4)  # log 2
         ((1, 2), 0.6931)
     """
-    return prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
+    given = GivenPrefill(q, kv, indices, attn_sink, topk_length, out, q_scale, k_scale)
+    return prefill(given, sm_scale, d_v)
 
 
-def prefill(
-    q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, attn_sink: Any, topk_length: Any, out: Any
-) -> tuple[Any, Any, Any]:
+class GivenPrefill(NamedTuple):
+    """The arrays of a prefill as a front door is given them: those of `sparse_prefill`, and scales."""
+
+    q: Any
+    kv: Any
+    indices: Any
+    attn_sink: Any = None
+    topk_length: Any = None
+    out: Any = None
+    q_scale: Any = None
+    k_scale: Any = None
+
+
+def prefill(given: GivenPrefill, sm_scale: float, d_v: int) -> tuple[Any, Any, Any]:
     """What `sparse_prefill` does, for the front doors."""
+    q, kv, indices, attn_sink, topk_length, out, q_scale, k_scale = given
     require_known()
     place, (q_, kv_, idx) = bind(q=q, kv=kv, indices=indices)
     sink, length, out_ = place.optional(attn_sink=attn_sink, topk_length=topk_length, out=out)
     require_d_v("d_v", d_v)
     scale = require_scale("sm_scale", sm_scale)
-    s_q, h_q, d_qk = q_.require(BFLOAT16, "s_q", "h_q", HEAD_DIMS).shape
+    s_q, h_q, d_qk = q_.require((BFLOAT16, *QUANTIZED), "s_q", "h_q", HEAD_DIMS).shape
     require_heads(h_q)
-    kv_.require(BFLOAT16, "s_kv", 1, d_qk).without_axis(1)
+    layout = layouts.by_name("plain_fp8" if kv_.dtype in QUANTIZED else "bf16", d_qk)
+    require_q(q_, layout, s_q, h_q, d_qk)
+    kv_.require((BFLOAT16, *QUANTIZED), "s_kv", 1, d_qk)
+    require_rows(kv_, layout).without_axis(1)
+    q_scale, k_scale = scale_of_q(place, q_, q_scale), scale_of_rows(place, layout, k_scale)
     idx.require(INT32, s_q, 1, "topk").without_axis(1)
     _require_optional(sink, length, h_q, s_q)
     if arrays.CHECK_VALUES:
@@ -118,7 +145,9 @@ def prefill(
     out_ = place.output("out", out_, (s_q, h_q, D_V), BFLOAT16)
     max_logits = place.output("max_logits", None, (s_q, h_q), FLOAT32)
     lse = place.output("lse", None, (s_q, h_q), FLOAT32)
-    arguments = Prefill(q_, kv_, idx, scale, sink, length, out_, max_logits, lse)
+    arguments = Prefill(
+        layout, q_, kv_, idx, scale, q_scale, k_scale, sink, length, out_, max_logits, lse
+    )  # fmt: skip
     place.call(cuda.sparse_prefill, reference.sparse_prefill, arguments)
     return out_.obj, max_logits.obj, lse.obj
 
@@ -139,11 +168,13 @@ def sparse_decode(
     lse: A | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    q_scale: CallScale | None = None,
+    k_scale: CallScale | None = None,
 ) -> tuple[A, A]:
-    """Sparse attention of query tokens over slots of a paged KV cache (V32_FP8, V4_FP8 or bf16), split-KV.
+    """Sparse attention of query tokens over slots of a paged KV cache (V32_FP8, V4_FP8, PLAIN_FP8 or bf16), split-KV.
 
     For each query token and head, over the slots j of the token's index lists that are valid, row_j being the cache's
-    row as numbers (`float(e4m3) * scale`, RoPE values as they are)::
+    row as numbers (`float(e4m3) * scale`, bf16 values as they are), and q times `q_scale` where it is e4m3::
 
         logit[j] = sm_scale * dot(q, row_j)
         lse      = log(sum_j exp(logit[j]))
@@ -162,8 +193,10 @@ def sparse_decode(
     Products are summed in float32; weights are rounded to 16 bits before they meet the values.
 
     Args:
-        q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding.
-        k_cache: [num_blocks, block_size, (1,) 656 | 584] uint8 or float8_e4m3fn, or [..., 576 | 512] bfloat16.
+        q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding. Over PLAIN_FP8 rows it may
+            be float8_e4m3fn (or uint8 of the same bytes).
+        k_cache: [num_blocks, block_size, (1,) 656 | 584] uint8 or float8_e4m3fn, or [..., 576 | 512] bfloat16, or
+            float8_e4m3fn or uint8 (PLAIN_FP8).
             The block stride may exceed the block; it must be a multiple of 16 bytes.
         indices: [b, s_q, topk] int32 slots (`block * block_size + offset`), invalid where < 0 or beyond the cache.
         sm_scale: factor on the dot products before the softmax, the model's: see `sparse_prefill`.
@@ -177,6 +210,8 @@ def sparse_decode(
             from the shapes.
         batch_invariant: choose kernel and splits by heads, layout and topk alone, so that the bits of a request do not
             depend on what else is in the batch. Large batches are then split more, small ones less than is fastest.
+        q_scale: of an e4m3 q: a positive number, or [1] or [] float32 on the device; default 1.
+        k_scale: the same of PLAIN_FP8 rows, those of both caches.
 
     Returns:
         out [b, s_q, h_q, 512] bfloat16 and lse [b, h_q, s_q] float32 (natural logarithm).
@@ -199,8 +234,9 @@ def sparse_decode(
     """
     scale = require_scale("sm_scale", sm_scale)
     given = Given(
-        q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out, lse
-    )
+        q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out, lse, q_scale,
+        k_scale,
+    )  # fmt: skip
     return decode(given, scale, num_splits, batch_invariant)
 
 
@@ -214,14 +250,17 @@ def planned_decode(
     out: A,
     num_splits: int | None,
     plan: Plan,
+    **others: Any,
 ) -> tuple[A, A]:
     """`sparse_decode` of the layers of a step, for the backends: calls with one plan divide their lists alike.
 
     Args:
         ends: [b] int32, where each request's lists end; -1 stands behind.
+        others: arrays under the names that `Given` has for them.
     """
     scale = require_scale("sm_scale", sm_scale)
-    return decode(Given(q, k_cache, indices, topk_length=ends, out=out), scale, num_splits, plan=plan, alike=True)
+    given = Given(q, k_cache, indices, topk_length=ends, out=out, **others)
+    return decode(given, scale, num_splits, plan=plan, alike=True)
 
 
 @operation
@@ -239,7 +278,7 @@ def decode_of_step(
 
 
 class Given(NamedTuple):
-    """The arrays of a decode as a front door is given them: those of `sparse_decode`."""
+    """The arrays of a decode as a front door is given them: those of `sparse_decode`, and scales."""
 
     q: Any
     k_cache: Any
@@ -251,6 +290,8 @@ class Given(NamedTuple):
     extra_topk_length: Any = None
     out: Any = None
     lse: Any = None
+    q_scale: Any = None
+    k_scale: Any = None
 
 
 def decode(
@@ -273,7 +314,8 @@ def decode(
         alike: `topk_length` says where lists end, and -1 stands behind; it does not say how the call is to be divided:
             lists are full more often than not, and layers of a step end theirs at the same places.
     """
-    q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out, lse = given
+    q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, *rest = given
+    out, lse, q_scale, k_scale = rest
     require_known()
     require_together(**{"extra_k_cache": extra_k_cache, extra_name: extra_indices})
     if extra_topk_length is not None and extra_indices is None:
@@ -283,9 +325,9 @@ def decode(
         attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache, **{extra_name: extra_indices},
         extra_topk_length=extra_topk_length, out=out, lse=lse,
     )  # fmt: skip
-    b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
-    require_heads(h_q)
     layout = cache_layout(cache, layouts.ATTENTION_LAYOUTS)
+    b, s_q, h_q, d_qk = require_q(q_, layout, "b", "s_q", "h_q", HEAD_DIMS).shape
+    require_heads(h_q)
     if layout.d_qk != d_qk:
         raise ValueError(f"k_cache: layout {layout.name} holds rows of {layout.d_qk}, q has d_qk {d_qk}")
     require_cache(cache, layout)
@@ -296,6 +338,7 @@ def decode(
         extra_idx.require(INT32, b, s_q, "extra_topk")
         if extra_length is not None:
             extra_length.require(INT32, b)
+    q_scale, k_scale = scale_of_q(place, q_, q_scale), scale_of_rows(place, layout, k_scale)
     if out_ is not None:
         out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
     if is_fp8_kvcache is not None and is_fp8_kvcache != layout.quantized:
@@ -312,8 +355,9 @@ def decode(
     scale = layout.d_qk**-0.5 if scale is None else scale
     launcher = partial(cuda.sparse_decode, batch_invariant=batch_invariant, plan=plan, alike=alike)
     arguments = Decode(
-        layout, q_, cache, idx, scale, sink, length, extra, extra_idx, extra_length, num_splits, out_, lse_
-    )
+        layout, q_, cache, idx, scale, q_scale, k_scale, sink, length, extra, extra_idx, extra_length, num_splits,
+        out_, lse_,
+    )  # fmt: skip
     place.call(launcher, reference.sparse_decode, arguments)
     return out_.obj, lse_.obj
 

@@ -13,9 +13,10 @@ from ..checks.validate import ALIGNMENT, INDEXER_ALIGNMENT, cache_layout, requir
 from ..checks.values import check_slots
 from ..cuda import cache as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, INT64
-from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_FP8
+from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_FP8, INDEXER_LAYOUTS
 from ..reference import cache as reference
-from ..typing import A, AnyArray, CacheLayout, ScaleFormat, WritableLayout
+from ..typing import A, AnyArray, CacheLayout, CallScale, ScaleFormat, WritableLayout
+from .scales import scale_of_rows
 
 __all__ = ["concat_and_cache_mla", "empty_cache", "quantize_and_insert_k_cache", "unpack_rows"]
 
@@ -23,7 +24,7 @@ SCALE_FORMATS = ("fp32", "ue8m0")
 LAYOUTS = tuple(layout for layout in ATTENTION_LAYOUTS if layout not in FP8_OF_V4)  # `concat_and_cache_mla` writes
 WRITERS = {
     **dict.fromkeys(LAYOUTS, "concat_and_cache_mla"), **dict.fromkeys(FP8_OF_V4, "quantize_and_insert_k_cache"),
-    INDEXER_FP8: "indexer_k_quant_and_cache",
+    **dict.fromkeys(INDEXER_LAYOUTS, "indexer_k_quant_and_cache"),
 }  # fmt: skip
 
 
@@ -36,19 +37,24 @@ def concat_and_cache_mla(
     *,
     layout: WritableLayout | None = None,
     scale_format: ScaleFormat = "fp32",
+    k_scale: CallScale | None = None,
 ) -> None:
-    """Write tokens into a paged cache in layout BF16 or V32_FP8: the latent row followed by its RoPE part.
+    """Write tokens into a paged cache in layout BF16, V32_FP8 or PLAIN_FP8: the latent row followed by its RoPE part.
 
     Args:
         kv_c: [T, (1,) 512] bfloat16, normalised latent rows.
         k_pe: [T, (1,) 64] bfloat16, RoPE parts; [T, 0] of a model without RoPE.
-        kv_cache: [num_blocks, block_size, (1,) 576] bfloat16 (without RoPE 512) or [num_blocks, block_size, (1,) 656]
-            uint8 / float8_e4m3fn, whose RoPE part is zeros without RoPE; written in place.
+        kv_cache: [num_blocks, block_size, (1,) 576] bfloat16 or, of PLAIN_FP8, uint8 / float8_e4m3fn, without RoPE
+            512; or [num_blocks, block_size, (1,) 656] uint8 / float8_e4m3fn (V32_FP8), whose RoPE part is zeros without
+            RoPE; written in place.
         slot_mapping: [T'] int64 with T' <= T (a padded batch: its length counts). A token whose slot is negative is
             skipped; a slot beyond the cache is never written.
-        layout: "bf16" ("bfloat16", "auto") or "v32_fp8" (vLLM: "fp8_ds_mla"); default: told by `kv_cache`.
+        layout: "bf16" ("bfloat16", "auto"), "v32_fp8" (vLLM: "fp8_ds_mla") or "plain_fp8" (vLLM: "fp8", "fp8_e4m3");
+            default: told by `kv_cache`.
         scale_format: "fp32" (`max(amax / 448, FLT_MIN)`, what vLLM writes) or "ue8m0" (rounded up to a power of
             two); only V32_FP8 has scales.
+        k_scale: of PLAIN_FP8, whose values are `e4m3(x / k_scale)`, rounded to nearest even and saturated at 448: a
+            positive number, or [1] or [] float32 on the device; default 1.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -71,10 +77,11 @@ def concat_and_cache_mla(
     tokens = tokens_of(kv_c_).require(BFLOAT16, "T", D_V).shape[0]
     tokens_of(k_pe_).require(BFLOAT16, tokens, _rope_widths(told))
     _require_target(cache, told, slots, tokens)
+    scale = scale_of_rows(place, told, k_scale)
     if arrays.CHECK_VALUES:
         check_slots(slots, cache)
     place.call(
-        cuda.concat_and_cache_mla, reference.concat_and_cache_mla, told, kv_c_, k_pe_, cache, slots, scale_format
+        cuda.concat_and_cache_mla, reference.concat_and_cache_mla, told, kv_c_, k_pe_, cache, slots, scale_format, scale
     )
 
 
@@ -108,14 +115,16 @@ def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: An
 
 
 @operation
-def unpack_rows(cache: A, slots: AnyArray, *, out: A | None = None) -> A:
+def unpack_rows(cache: A, slots: AnyArray, *, out: A | None = None, k_scale: CallScale | None = None) -> A:
     """Rows of a paged cache of any layout as numbers: what attention, or the indexer, sees in them.
 
     Args:
         cache: [num_blocks, block_size, (1,) last axis] in any layout, told by dtype and last axis: bfloat16 of 576 or
-            512 values, uint8 or float8_e4m3fn of 656 bytes (V32_FP8), 584 (V4_FP8) or 132 (INDEXER_FP8).
+            512 values, uint8 or float8_e4m3fn of 656 bytes (V32_FP8), 584 (V4_FP8), 576 or 512 (PLAIN_FP8) or 132
+            (INDEXER_FP8).
         slots: [n] int32 or int64. The row of a slot that is negative or beyond the cache is zeros.
         out: [n, d_qk] float32, written in place when given.
+        k_scale: of PLAIN_FP8, as of `concat_and_cache_mla`.
 
     Returns:
         [n, d_qk] float32: 576 or 512 values, of keys of the indexer 128; `float(e4m3) * scale` where they are
@@ -140,12 +149,13 @@ def unpack_rows(cache: A, slots: AnyArray, *, out: A | None = None) -> A:
     out_ = place.output("out", out_, (count, layout.d_qk), FLOAT32)
     if arrays.CHECK_VALUES:
         check_slots(slots_, cache_, written=False)
-    place.call(cuda.unpack_rows, reference.unpack_rows, layout, cache_, slots_, out_)
+    scale = scale_of_rows(place, layout, k_scale)
+    place.call(cuda.unpack_rows, reference.unpack_rows, layout, cache_, slots_, scale, out_)
     return out_.obj
 
 
 def empty_cache(
-    layout: CacheLayout | Literal["indexer_fp8"] | layouts.Layout,
+    layout: CacheLayout | Literal["indexer_fp8", "indexer_mxfp4"] | layouts.Layout,
     num_blocks: int,
     block_size: int,
     place: tuple[str, int] = ("numpy", HOST),
@@ -158,13 +168,13 @@ def empty_cache(
     between them. Those of all other layouts follow one another.
 
     Args:
-        layout: one of `cupy_mla.layouts`, or its name: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla"), "v4_fp8", and
-            "indexer_fp8" for keys of the indexer.
+        layout: one of `cupy_mla.layouts`, or its name: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla"), "v4_fp8", "plain_fp8"
+            (vLLM: "fp8", "fp8_e4m3"), and "indexer_fp8" or "indexer_mxfp4" for keys of the indexer.
         num_blocks: blocks of the cache.
         block_size: rows a block: tokens, or of a compressed cache `block_size // compress_ratio` of its config.
         place: where it lives: (kind of array, device), for instance ("torch", 0); `Place.of(array)` gives that of an
             array.
-        d_qk: width of rows in layout "bf16": 576, or 512 of models without RoPE.
+        d_qk: width of rows in layouts "bf16" and "plain_fp8": 576, or 512 of models without RoPE.
 
     Returns:
         [num_blocks, block_size, last axis] bfloat16, or uint8 of FP8 layouts.
@@ -191,7 +201,8 @@ def _rope_widths(layout: layouts.Layout) -> int | tuple[int, ...]:
     """RoPE values that a token may bring. A row of D_V values has no room for them; FP8 rows may do without."""
     if not layout.rope_apart:
         return 0
-    return (layout.d_rope, 0) if layout.quantized else layout.d_rope
+    rope = layout.d_qk - D_V
+    return (rope, 0) if layout.quantized else rope
 
 
 def _require_target(cache: Array, layout: layouts.Layout, slots: Array, tokens: int) -> None:

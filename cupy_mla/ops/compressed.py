@@ -1,12 +1,13 @@
-"""Operations on the index lists of DeepSeek V4's compressed rows: one row for every `compress_ratio` tokens.
+"""Operations on the index lists of DeepSeek V4's and V4.1's compressed rows: one row for every `compress_ratio` tokens.
 
 The token that completes a group of `compress_ratio` tokens owns their row: the one at position p with
 `(p + 1) % compress_ratio == 0` owns compressed position `p // compress_ratio`. A query token at position p may attend
-the `(p + 1) // compress_ratio` rows that are complete by then: those that an indexer chose (C4A) or all (C128A).
+the `(p + 1) // compress_ratio` rows that are complete by then: those that an indexer chose (C4A of V4, C1A and C2A of
+V4.1) or all (C128A).
 
 `block_size` is that of the compressed cache, in compressed rows.
 
-Source: DeepSeek-V4; the contracts are those of vLLM's DeepSeek V4 backend.
+Source: DeepSeek-V4 and V4.1; the contracts are those of vLLM's backends.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import arrays
-from ..arguments import C128aLists, Conversion
+from ..arguments import C128aLists, CompressedSlots, Conversion
 from ..bridges import bind
 from ..calls.operation import operation
 from ..checks.options import require_integer
@@ -23,6 +24,8 @@ from ..cuda import compressed as cuda
 from ..dtypes import BOOL, INT32, INT64
 from ..reference import compressed as reference
 from ..typing import A, AnyArray
+from .context_parallel import MAX_INTERLEAVE, MAX_RANKS
+from .indices import require_block_stride
 
 __all__ = ["build_c128a_topk_metadata", "compute_global_topk_indices_and_lens", "get_compressed_slot_mapping"]
 
@@ -35,6 +38,7 @@ def compute_global_topk_indices_and_lens(
     block_size: int,
     is_valid_token: AnyArray,
     *,
+    block_stride_rows: int | None = None,
     out: A | None = None,
     lens: AnyArray | None = None,
 ) -> tuple[A, A]:
@@ -48,6 +52,7 @@ def compute_global_topk_indices_and_lens(
         block_table: [R, M] int32 blocks of each request.
         block_size: rows a block.
         is_valid_token: [T] bool; a token that is not valid counts 0.
+        block_stride_rows: as for `cupy_mla.convert_req_index_to_global_index`.
         out: [T, K] int32, written in place when given; may be `topk_indices` itself.
         lens: [T] int32, written in place when given.
 
@@ -67,6 +72,7 @@ def compute_global_topk_indices_and_lens(
         ([[192, 197, -1]], [2])
     """
     block_size = require_integer("block_size", block_size, 1)
+    block_stride_rows = require_block_stride(block_stride_rows, block_size)
     place, (chosen, req, table, valid) = bind(
         topk_indices=topk_indices, token_to_req=token_to_req, block_table=block_table, is_valid_token=is_valid_token
     )
@@ -82,7 +88,7 @@ def compute_global_topk_indices_and_lens(
         check_positions(chosen, table, block_size, host(valid))
     place.call(
         cuda.compute_global_topk_indices_and_lens, reference.compute_global_topk_indices_and_lens,
-        Conversion(req, table, chosen, block_size, None, None, out_, lens_, is_valid_token=valid),
+        Conversion(req, table, chosen, block_size, None, None, out_, block_stride_rows, lens_, is_valid_token=valid),
     )  # fmt: skip
     return out_.obj, lens_.obj
 
@@ -95,10 +101,19 @@ def get_compressed_slot_mapping(
     block_size: int,
     compress_ratio: int,
     out: A | None = None,
+    *,
+    slot_mapping: AnyArray | None = None,
+    dcp_world_size: int = 1,
+    dcp_rank: int = 0,
+    cp_interleave: int = 1,
 ) -> A:
     """Slot of the compressed row that each query token owns, -1 for tokens that own none.
 
     The query tokens of a request are the last ones of its sequence.
+
+    Where ranks share the rows of each sequence out (decode context parallelism), the row at compressed position c lies
+    on rank `c // cp_interleave % dcp_world_size`, as that rank's row
+    `c // (dcp_world_size * cp_interleave) * cp_interleave + c % cp_interleave`.
 
     Args:
         num_tokens: query tokens, T.
@@ -108,9 +123,13 @@ def get_compressed_slot_mapping(
         block_size: rows a block.
         compress_ratio: tokens that a row stands for.
         out: [T'] int64 with T' >= T, when given: written in place, -1 from T on.
+        slot_mapping: [at least T] int64 slots that the tokens themselves go to: a token with a negative one, which
+            pads the batch, gets -1; None: all tokens count.
+        dcp_world_size, dcp_rank: ranks that share the rows out, and this one's number.
+        cp_interleave: compressed rows that lie side by side on a rank; `block_size` is a multiple of it.
 
     Returns:
-        [T] int64: the first T entries of `out`. -1 also where the row's block does not exist.
+        [T] int64: the first T entries of `out`. -1 also where the row's block does not exist, or is another rank's.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -123,8 +142,9 @@ def get_compressed_slot_mapping(
         [-1, -1, -1, 193, -1]
     """
     return write_compressed_slot_mapping(
-        num_tokens, query_start_loc, seq_lens, block_table, block_size, compress_ratio, out
-    )[:num_tokens]
+        num_tokens, query_start_loc, seq_lens, block_table, block_size, compress_ratio, out, slot_mapping=slot_mapping,
+        dcp_world_size=dcp_world_size, dcp_rank=dcp_rank, cp_interleave=cp_interleave,
+    )[:num_tokens]  # fmt: skip
 
 
 @operation
@@ -136,13 +156,23 @@ def write_compressed_slot_mapping(
     block_size: int,
     compress_ratio: int,
     out: A | None = None,
+    *,
+    slot_mapping: AnyArray | None = None,
+    dcp_world_size: int = 1,
+    dcp_rank: int = 0,
+    cp_interleave: int = 1,
 ) -> Any:
     """As `get_compressed_slot_mapping`, the whole of `out`."""
     num_tokens = require_integer("num_tokens", num_tokens, 0)
     block_size = require_integer("block_size", block_size, 1)
     compress_ratio = require_integer("compress_ratio", compress_ratio, 1)
+    world_size = require_integer("dcp_world_size", dcp_world_size, 1, MAX_RANKS)
+    rank = require_integer("dcp_rank", dcp_rank, 0, world_size - 1, "below dcp_world_size")
+    interleave = require_integer("cp_interleave", cp_interleave, 1, MAX_INTERLEAVE)
+    if world_size > 1 and block_size % interleave:
+        raise ValueError(f"block_size: expected a multiple of cp_interleave {interleave}, got {block_size}")
     place, (starts, seq, table) = bind(query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
-    (out_,) = place.optional(out=out)
+    slots, out_ = place.optional(slot_mapping=slot_mapping, out=out)
     requests = table.require(INT32, "R", "M").shape[0]
     seq.require(INT32, requests)
     starts.require(INT32, requests + 1)
@@ -150,12 +180,16 @@ def write_compressed_slot_mapping(
         out_ = place.output("out", None, (num_tokens,), INT64)
     elif out_.require(INT64, "T").require_writable().shape[0] < num_tokens:
         raise ValueError(f"out: expected at least num_tokens = {num_tokens} entries, got {out_.shape[0]}")
+    if slots is not None and slots.require(INT64, "T").shape[0] < num_tokens:
+        raise ValueError(f"slot_mapping: expected at least num_tokens = {num_tokens} entries, got {slots.shape[0]}")
     if arrays.CHECK_VALUES:
         check_offsets(starts)
         check_lengths(seq)
     place.call(
         cuda.get_compressed_slot_mapping, reference.get_compressed_slot_mapping,
-        num_tokens, starts, seq, table, block_size, compress_ratio, out_,
+        CompressedSlots(
+            num_tokens, starts, seq, table, block_size, compress_ratio, slots, world_size, rank, interleave, out_
+        ),
     )  # fmt: skip
     return out_.obj
 

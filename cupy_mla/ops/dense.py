@@ -13,18 +13,22 @@ import numpy as np
 from .. import arrays, layouts
 from ..arguments import DenseDecode
 from ..arrays import Array
-from ..bridges import bind
+from ..bridges import Place, bind
 from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_scale
 from ..checks.validate import cache_layout, require_cache, require_heads
 from ..checks.values import check_blocks, check_lengths
+from ..cuda import driver
 from ..cuda.attention import dense as cuda
+from ..cuda.attention.choose import asked
 from ..cuda.attention.divide import MAX_SPLITS
+from ..cuda.attention.problem import DenseProblem
 from ..dtypes import BFLOAT16, FLOAT32, INT32
-from ..layouts import D_V
+from ..layouts import D_V, Layout
 from ..reference import dense as reference
-from ..typing import A, AnyArray
+from ..typing import A, AnyArray, CallScale
 from .attention import HEAD_DIMS
+from .scales import require_q, scale_of_q, scale_of_rows
 
 __all__ = ["dense_decode"]
 
@@ -44,8 +48,12 @@ def dense_decode(
     lse: A | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    q_scale: CallScale | None = None,
+    k_scale: CallScale | None = None,
 ) -> tuple[A, A]:
-    """Attention of query tokens over all rows of their requests in a paged KV cache (V32_FP8, V4_FP8, bf16), split-KV.
+    """Attention of query tokens over all rows of their requests in a paged KV cache, split-KV.
+
+    The cache holds rows in layout V32_FP8, V4_FP8, PLAIN_FP8 or bf16.
 
     Query i of a request's s_q sees rows 0 to n_i - 1 of the request; with `window` only the last `window` of these::
 
@@ -53,7 +61,7 @@ def dense_decode(
         n_i = seq_len                  otherwise
 
     For each query token and head, over the rows j that it sees, row_j being the cache's row as numbers
-    (`float(e4m3) * scale`, RoPE values as they are)::
+    (`float(e4m3) * scale`, bf16 values as they are), and q times `q_scale` where it is e4m3::
 
         logit[j] = sm_scale * dot(q, row_j)
         lse      = log(sum_j exp(logit[j]))
@@ -72,8 +80,10 @@ def dense_decode(
     Products are summed in float32; weights are rounded to 16 bits before they meet the values.
 
     Args:
-        q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding.
-        k_cache: [num_blocks, block_size, (1,) 656 | 584] uint8 or float8_e4m3fn, or [..., 576 | 512] bfloat16.
+        q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding. Over PLAIN_FP8 rows it may
+            be float8_e4m3fn (or uint8 of the same bytes).
+        k_cache: [num_blocks, block_size, (1,) 656 | 584] uint8 or float8_e4m3fn, or [..., 576 | 512] bfloat16, or
+            float8_e4m3fn or uint8 (PLAIN_FP8).
             The block stride may exceed the block; for FP8 rows it must be a multiple of 16 bytes.
         block_table: [b, width] int32 blocks of each request.
         seq_lens: [b] int32 rows of each request, those of its s_q query tokens included.
@@ -87,6 +97,8 @@ def dense_decode(
             from shapes, on a GPU also from lengths.
         batch_invariant: choose kernel and splits by heads, layout and a request's own length alone, so that the bits of
             a request do not depend on what else is in the batch.
+        q_scale: of an e4m3 q: a positive number, or [1] or [] float32 on the device; default 1.
+        k_scale: the same of PLAIN_FP8 rows.
 
     Returns:
         out [b, s_q, h_q, 512] bfloat16 and lse [b, h_q, s_q] float32 (natural logarithm).
@@ -113,12 +125,12 @@ def dense_decode(
         2.0
     """
     scale = require_scale("sm_scale", sm_scale)
-    given = Given(q, k_cache, block_table, seq_lens, attn_sink, out, lse)
+    given = Given(q, k_cache, block_table, seq_lens, attn_sink, out, lse, q_scale, k_scale)
     return decode(given, scale, Sees(causal, window), num_splits, batch_invariant)
 
 
 class Given(NamedTuple):
-    """The arrays of a dense decode as a front door is given them: those of `dense_decode`."""
+    """The arrays of a dense decode as a front door is given them: those of `dense_decode`, and scales."""
 
     q: Any
     k_cache: Any
@@ -127,6 +139,8 @@ class Given(NamedTuple):
     attn_sink: Any = None
     out: Any = None
     lse: Any = None
+    q_scale: Any = None
+    k_scale: Any = None
 
 
 class Sees(NamedTuple):
@@ -152,14 +166,14 @@ def decode(
         is_fp8_kvcache: must agree with `k_cache` where it is given.
         lengths_name: what the front door calls `seq_lens`.
     """
-    q, k_cache, block_table, seq_lens, attn_sink, out, lse = given
+    q, k_cache, block_table, seq_lens, attn_sink, out, lse, q_scale, k_scale = given
     place, (q_, cache, table, lens) = bind(
         **{"q": q, "k_cache": k_cache, "block_table": block_table, lengths_name: seq_lens}
     )
     sink, out_, lse_ = place.optional(attn_sink=attn_sink, out=out, lse=lse)
-    b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
-    require_heads(h_q)
     layout = cache_layout(cache, layouts.ATTENTION_LAYOUTS)
+    b, s_q, h_q, d_qk = require_q(q_, layout, "b", "s_q", "h_q", HEAD_DIMS).shape
+    require_heads(h_q)
     if layout.d_qk != d_qk:
         raise ValueError(f"k_cache: layout {layout.name} holds rows of {layout.d_qk}, q has d_qk {d_qk}")
     require_cache(cache, layout)
@@ -167,6 +181,7 @@ def decode(
     lens.require(INT32, b)
     if sink is not None:
         sink.require(FLOAT32, h_q)
+    q_scale, k_scale = scale_of_q(place, q_, q_scale), scale_of_rows(place, layout, k_scale)
     if out_ is not None:
         out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
     if is_fp8_kvcache is not None and is_fp8_kvcache != layout.quantized:
@@ -182,9 +197,31 @@ def decode(
     lse_ = place.output("lse", lse_, (b, h_q, s_q), FLOAT32)
     scale = layout.d_qk**-0.5 if scale is None else scale
     launcher = partial(cuda.dense_decode, batch_invariant=batch_invariant)
-    arguments = DenseDecode(layout, q_, cache, table, lens, scale, causal, window, sink, num_splits, out_, lse_)
+    arguments = DenseDecode(
+        layout, q_, cache, table, lens, scale, q_scale, k_scale, causal, window, sink, num_splits, out_, lse_
+    )
     place.call(launcher, reference.dense_decode, arguments)
     return out_.obj, lse_.obj
+
+
+def faster_than_lists(place: Place, layout: Layout, shape: tuple[int, int, int], width: int, block_size: int) -> bool:
+    """Whether decodes that may see all their rows take less time by `dense_decode` than by index lists that name them.
+
+    On a GPU that follows from what both are to take, and is no where a kernel or a division is forced. On the CPU it
+    is so always.
+
+    Args:
+        place: where the arrays are.
+        layout: of the cache.
+        shape: requests, query tokens of each, and heads.
+        width, block_size: blocks that a request may have, and their rows.
+    """
+    if not place.on_gpu:
+        return True
+    requests, tokens, heads = shape
+    rows = width * block_size
+    problem = DenseProblem(driver.gpu(place.device), layout, heads, tokens, requests, rows, rows, block_size)
+    return asked() == ("", "") and cuda.faster_than_lists(problem)
 
 
 def _check_rows(table: Array, lens: Array, cache: Array, window: int, tokens: int) -> None:

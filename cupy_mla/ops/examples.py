@@ -12,8 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import layouts
+from ..arguments import Prefill
 from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32
-from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8, Layout
+from ..layouts import (
+    ATTENTION_LAYOUTS,
+    D_V,
+    FP8_OF_V4,
+    FP8_OF_V32,
+    INDEXER_FP8,
+    INDEXER_LAYOUTS,
+    INDEXER_MXFP4,
+    Layout,
+)
+from ..reference import attention as reference_attention
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
 from ..reference import logits as reference_logits
@@ -121,8 +132,8 @@ def _full_cache(
     """A cache full of rows of size 0.1."""
     paged, slots = _empty_cache(layout, blocks, block_size), np.arange(blocks * block_size)
     rows = _normal(rng, len(slots), layout.d_qk, size=0.1)
-    if layout is INDEXER_FP8:
-        reference_indexer.indexer_k_quant_and_cache(rows, paged, slots, "fp32")
+    if layout in INDEXER_LAYOUTS:
+        reference_indexer.indexer_k_quant_and_cache(layout, rows, paged, slots, "fp32")
     else:
         reference_cache.pack_rows(layout, rows, paged, slots)
     return paged
@@ -173,6 +184,27 @@ def prefill_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         for heads, s_q in ((16, 3), (64, wanted.many), (128, wanted.many // 2)):
             detail = f"{heads} heads of {kv.shape[-1]}, {s_q} queries"
             yield Call(detail, _prefill_arguments(rng, wanted, kv, heads, s_q))
+
+
+def backward_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """Of the results of the same calls of the forward."""
+    for number, call in enumerate(prefill_calls(rng, wanted)):
+        arguments = dict(call.arguments)
+        s_q, heads, _ = arguments["q"].shape
+        out, lse = _unwritten((s_q, heads, D_V), BFLOAT16), np.empty((s_q, heads), np.float32)
+        reference_attention.sparse_prefill(
+            Prefill(
+                layouts.by_name("bf16", arguments["kv"].shape[-1]), arguments["q"], arguments["kv"][:, 0],
+                arguments["indices"][:, 0], arguments["sm_scale"], 1.0, 1.0, arguments.get("attn_sink"),
+                arguments.get("topk_length"), out, np.empty_like(lse), lse,
+            )
+        )  # fmt: skip
+        arguments |= {"out": out, "lse": lse, "dout": _normal(rng, s_q, heads, D_V)}
+        if number == 0:
+            arguments["d_lse"] = rng.standard_normal((s_q, heads), np.float32)
+        yield Call(call.detail, arguments)
+        if number == 1:
+            yield Call(f"{call.detail}, float32", arguments | {"dq_dtype": "float32", "dkv_dtype": "float32"})
 
 
 def decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -256,12 +288,12 @@ def v4_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]
 def indexer_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for block_size in (32, 15):  # blocks of 15 tokens allow 4-byte stores only
         tokens = BLOCKS * block_size
-        for scale_format in cache.SCALE_FORMATS:
+        for layout, scale_format in ((INDEXER_FP8, "fp32"), (INDEXER_FP8, "ue8m0"), (INDEXER_MXFP4, "ue8m0")):
             arguments = {
-                "k": _rows(rng, tokens, 128), "kv_cache": _empty_cache(INDEXER_FP8, BLOCKS, block_size),
+                "k": _rows(rng, tokens, 128), "kv_cache": _empty_cache(layout, BLOCKS, block_size),
                 "slot_mapping": _slots(rng, wanted, tokens), "scale_format": scale_format,
             }  # fmt: skip
-            yield Call(f"{scale_format}, blocks of {block_size}", arguments)
+            yield Call(f"{layout.name}, {scale_format}, blocks of {block_size}", arguments)
 
 
 def unpacking_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -303,14 +335,15 @@ def v4_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 
 def indexer_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for block_size in (32, 15):
-        starts = np.append(0, _lens(rng, wanted).cumsum()).astype(np.int32)
-        arguments = {
-            "kv_cache": _full_cache(rng, INDEXER_FP8, BLOCKS, block_size), "dst_k": _unwritten((60, 128), np.uint8),
-            "dst_scale": _unwritten((60,), np.float32), "block_table": _block_table(rng, wanted, 4),
-            "cu_seq_lens": starts,
-        }  # fmt: skip
-        yield Call(f"blocks of {block_size}", arguments)
+    for layout, width in ((INDEXER_FP8, 128), (INDEXER_MXFP4, 64), (INDEXER_MXFP4, 128)):
+        for block_size in (32, 15):
+            starts = np.append(0, _lens(rng, wanted).cumsum()).astype(np.int32)
+            arguments = {
+                "kv_cache": _full_cache(rng, layout, BLOCKS, block_size), "dst_k": _unwritten((60, width), np.uint8),
+                "dst_scale": _unwritten((60,), np.float32), "block_table": _block_table(rng, wanted, 4),
+                "cu_seq_lens": starts,
+            }  # fmt: skip
+            yield Call(f"{layout.name} to {width} bytes, blocks of {block_size}", arguments)
 
 
 # --- the indexer's selection ----------------------------------------------------------------------------------
@@ -330,6 +363,24 @@ def quantize_q_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]
         yield Call(f"{heads} heads, {scale_format}, unaligned rows", arguments, unaligned=("q",))
     plain = {"q": _rows(rng, tokens, 8, 128), "weights": _normal(rng, tokens, 8)}
     yield Call("without RoPE", plain)
+    yield Call("mxfp4", {**plain, "scale_format": logits.MXFP4})
+
+
+def quantize_q_mxfp4_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for call in quantize_q_calls(rng, wanted):
+        arguments = {name: value for name, value in call.arguments.items() if name != "scale_format"}
+        yield call._replace(arguments=arguments)
+
+
+def widen_mxfp4_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """Scales of a row lie up to 2^25 apart."""
+    for rows in ((40,), (7, 24)):
+        arguments = {
+            "codes": rng.integers(0, 256, (*rows, 64), dtype=np.uint8),
+            "scales": rng.integers(110, 136, (*rows, 4), dtype=np.uint8),
+        }  # fmt: skip
+        yield Call(f"{len(rows)} axes", arguments)
+        yield Call(f"{len(rows)} axes, weighted", {**arguments, "weights": rng.standard_normal(rows, np.float32)})
 
 
 def _few_ones(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -374,19 +425,28 @@ def select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         }  # fmt: skip
         for limit in (512 << 20, 4 * 5 * keys):
             arguments = {**_ragged(rng, wanted, queries, keys, heads), "k": 50, **table, "max_workspace_bytes": limit}
+            arguments["blocks"] = _unwritten((queries, 8), np.int32)
             yield Call(f"{queries} x {keys}, {heads} heads, slots, {limit} bytes", arguments)
         yield Call(f"{queries} x {keys}, {heads} heads", {**_ragged(rng, wanted, queries, keys, heads), "k": 50})
 
 
-def _paged(rng: np.random.Generator, wanted: Wanted, n: int, heads: int, block_size: int) -> dict[str, Any]:
+def _simple_keys(rng: np.random.Generator, layout: Layout, block_size: int) -> np.ndarray:
+    """A cache of few ones and minus ones under powers of two."""
+    keys = _few_ones(rng, BLOCKS * block_size, 4, 32).view(E4M3)
+    sizes = np.exp2(rng.integers(-4, 4, (BLOCKS * block_size, 4 if layout is INDEXER_MXFP4 else 1, 1)))
+    rows = (keys * sizes).astype(BFLOAT16).reshape(-1, 128)
+    cache = _empty_cache(layout, BLOCKS, block_size)
+    reference_indexer.indexer_k_quant_and_cache(layout, rows, cache, np.arange(len(rows)), "ue8m0")
+    return cache
+
+
+def _paged(
+    rng: np.random.Generator, wanted: Wanted, n: int, heads: int, block_size: int, layout: Layout = INDEXER_FP8
+) -> dict[str, Any]:
     """Three requests, of at most 95 keys; with strays of at most 100, of which their blocks hold 90 or so."""
-    keys = _few_ones(rng, BLOCKS, block_size, 128)
-    cache = _empty_cache(INDEXER_FP8, BLOCKS, block_size).reshape(BLOCKS, -1)
-    cache[:, : block_size * 128] = keys.reshape(BLOCKS, -1)
-    cache[:, block_size * 128 :] = np.exp2(rng.integers(-4, 4, (BLOCKS, block_size))).astype(np.float32).view(np.uint8)
     longest, held = (100, 90) if wanted.strays else (95, 95)
     return {
-        "q8": _few_ones(rng, 3, n, heads, 128), "kv_cache": cache.reshape(BLOCKS, block_size, -1),
+        "q8": _few_ones(rng, 3, n, heads, 128), "kv_cache": _simple_keys(rng, layout, block_size),
         "w": _simple(rng, 3 * n, heads), "context_lens": rng.integers(0, longest + 1, 3, dtype=np.int32),
         "block_table": _block_table(rng, wanted, -(-held // block_size)), "max_context_len": 95,
     }  # fmt: skip
@@ -409,6 +469,7 @@ def paged_logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
         arguments = _paged(rng, wanted, n, heads, block_size)
         yield Call(f"{detail}, scheduled", _scheduled(arguments, 4))
         yield Call(detail, arguments)
+        yield Call(f"{detail}, MXFP4", _paged(rng, wanted, n, heads, block_size, INDEXER_MXFP4))
 
 
 def schedule_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -428,6 +489,7 @@ def schedule_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 def paged_select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for n, heads, block_size in PAGED:
         arguments = {**_scheduled(_paged(rng, wanted, n, heads, block_size), 4), "k": 40}
+        arguments["blocks"] = _unwritten((3 * n, 9), np.int32)
         yield Call(f"{n} queries of {heads} heads, blocks of {block_size}, scheduled", arguments)
         for slots in (True, False):
             arguments = {
@@ -438,6 +500,50 @@ def paged_select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
             }
             detail = f"{n} queries of {heads} heads, blocks of {block_size}{', slots' * slots}"
             yield Call(detail, arguments)
+
+
+def candidate_blocks_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """With plateaus, NaN, and ranges that begin anywhere."""
+    for rows, width, count in ((3, 5000, 128), (150, 900, 60), (2, 41, 1)):
+        logits = np.maximum(rng.standard_normal((rows, width), np.float32), 0.5)
+        logits[1, width // 3] = np.nan
+        yield Call(
+            f"{rows} x {width}, {count}", {"logits": logits, "count": count, **_ranges(rng, wanted, rows, width)}
+        )
+        yield Call(f"{rows} x {width}, {count}, whole rows", {"logits": logits, "count": count})
+
+
+def _candidates(
+    rng: np.random.Generator, wanted: Wanted, heads: int, block_size: int, layout: Layout
+) -> dict[str, Any]:
+    """Nine tokens of three requests; some have more blocks than the 7 candidates, some fewer."""
+    of_requests = _paged(rng, wanted, 3, heads, block_size, layout)
+    lens = rng.integers(0, 96, 9, dtype=np.int32)
+    lens[:2] = 0, 41
+    candidates = np.full((9, 7), -1, np.int32)
+    for row, blocks in enumerate((-(-lens // 8)).tolist()):
+        some = np.sort(rng.permutation(max(blocks - 1, 0))[:6])
+        candidates[row, : min(blocks, 7)] = np.append(some, blocks - 1)[: min(blocks, 7)]
+    first, end = (-1, 4) if wanted.strays else (0, 3)
+    return {
+        "q8": of_requests["q8"].reshape(9, heads, 128), "kv_cache": of_requests["kv_cache"], "w": of_requests["w"],
+        "candidates": candidates, "lens": lens, "req_id": rng.integers(first, end, 9, dtype=np.int32),
+        "block_table": of_requests["block_table"],
+    }  # fmt: skip
+
+
+def candidate_logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for layout in INDEXER_LAYOUTS:
+        for _, heads, block_size in PAGED:
+            detail = f"{layout.name}, {heads} heads, blocks of {block_size}"
+            yield Call(detail, _candidates(rng, wanted, heads, block_size, layout))
+
+
+def candidate_select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for call in candidate_logits_calls(rng, wanted):
+        yield call._replace(arguments={**call.arguments, "k": 20})
+        arguments = {**call.arguments, "k": 60, "max_workspace_bytes": 4 * 56 * 2}
+        yield Call(f"{call.detail}, chunks", arguments)
 
 
 def topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -533,13 +639,21 @@ def swa_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for block_size, width in BLOCKS_OF_V4:
         table = _block_table(rng, wanted, width)
         arguments = {**batch, "block_table": table, "block_size": block_size, "window_size": WINDOW}
+        images = {**_images(rng), "replay_start": np.array([30, 0, 7], np.int32)}
+        yield Call(f"blocks of {block_size}, images", {**arguments, **images})
         yield Call(f"blocks of {block_size}", arguments)
+
+
+def _images(rng: np.random.Generator) -> dict[str, Any]:
+    """Tokens of images among the 60 of a batch."""
+    visible = {side: rng.integers(0, 40, 60, dtype=np.int32) for side in ("left_visible", "right_visible")}
+    return {**visible, "max_image_tokens": 50}
 
 
 def gather_lens_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
-    for decodes in (1, 0):
-        yield Call(f"{decodes} decodes", {**batch, "num_decodes": decodes, "window_size": WINDOW})
+    for decodes, more in ((1, {"replay_start": np.array([30, 0, 7], np.int32)}), (0, {})):
+        yield Call(f"{decodes} decodes", {**batch, "num_decodes": decodes, "window_size": WINDOW, **more})
 
 
 def combine_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -550,6 +664,7 @@ def combine_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         "gather_lens": query_lens + np.minimum(batch["seq_lens"] - query_lens, WINDOW - 1),
         "window_size": WINDOW, "compress_ratio": RATIO, "topk": TOPK, "M": 200, "N": 64,
     }  # fmt: skip
+    yield Call("images", {**arguments, **_images(rng)})
     yield Call("", arguments)
 
 
@@ -567,7 +682,10 @@ def slot_mapping_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
     batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
     for block_size, width in BLOCKS_OF_V4:
         table = {"block_table": _block_table(rng, wanted, width), "block_size": block_size}
-        yield Call(f"blocks of {block_size}", {**batch, **table, "num_tokens": 63, "compress_ratio": RATIO})
+        own = {"slot_mapping": np.where(rng.random(70) < 0.8, 7, -1)}
+        arguments = {**batch, **table, "num_tokens": 63, "compress_ratio": RATIO}
+        yield Call(f"blocks of {block_size}, of a rank", {**arguments, **own, "dcp_world_size": 2, "dcp_rank": 1})
+        yield Call(f"blocks of {block_size}", arguments)
 
 
 def c128a_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -580,6 +698,28 @@ def c128a_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
             "decode_lens": _unwritten((22,), np.int32), "prefill_indices": _unwritten((43, 70), np.int32),
         }  # fmt: skip
         yield Call(f"blocks of {block_size}", arguments)
+
+
+# --- pooled keys ----------------------------------------------------------------------------------------------
+
+
+def pool_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
+    for kpool, ring in ((4, 8), (3, 5)):
+        arguments = {
+            **batch, "k": _normal(rng, 62, 128), "gate": _normal(rng, 62, 128),
+            "ape": rng.standard_normal((kpool, 128), np.float32), "tail": _normal(rng, 4, 2, ring, 128),
+            "tail_blocks": np.array([3, 0, 9 if wanted.strays else 2], np.int32),
+        }  # fmt: skip
+        yield Call(f"pools of {kpool}", arguments)
+
+
+def expand_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for kpool, n in ((4, 300), (3, 7)):
+        seen = rng.integers(-3 if wanted.strays else 0, 2 * n * kpool, 20, dtype=np.int32)
+        pools = np.stack([rng.permutation(2 * n)[:n] for _ in seen]).astype(np.int32)
+        pools[rng.random(pools.shape) < 0.2] = -1
+        yield Call(f"pools of {kpool}", {"pool_ids": pools, "seq_lens": seen, "kpool": kpool})
 
 
 # --- context parallelism --------------------------------------------------------------------------------------

@@ -12,33 +12,42 @@ from ..checks.validate import cache_layout, require_cache
 from ..checks.values import check_blocks, check_lengths, check_workspace
 from ..cuda import gather as cuda
 from ..dtypes import BFLOAT16, INT32
-from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8
+from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32, INDEXER_LAYOUTS
 from ..reference import gather as reference
-from ..typing import AnyArray
+from ..typing import AnyArray, CallScale
+from .scales import scale_of_rows
 
 __all__ = ["concat_mla_q", "cp_gather_and_upconvert_fp8_kv_cache", "dequantize_and_gather_k_cache"]
 
 GATHERERS = {
     **dict.fromkeys(FP8_OF_V32, "cp_gather_and_upconvert_fp8_kv_cache"),
-    **dict.fromkeys(FP8_OF_V4, "dequantize_and_gather_k_cache"), INDEXER_FP8: "cp_gather_indexer_k_quant_cache",
+    **dict.fromkeys(FP8_OF_V4, "dequantize_and_gather_k_cache"),
+    **dict.fromkeys(INDEXER_LAYOUTS, "cp_gather_indexer_k_quant_cache"),
 }  # fmt: skip
 
 
 @operation
 def cp_gather_and_upconvert_fp8_kv_cache(
-    src_cache: AnyArray, dst: AnyArray, block_table: AnyArray, seq_lens: AnyArray, workspace_starts: AnyArray
+    src_cache: AnyArray,
+    dst: AnyArray,
+    block_table: AnyArray,
+    seq_lens: AnyArray,
+    workspace_starts: AnyArray,
+    *,
+    k_scale: CallScale | None = None,
 ) -> None:
-    """Copy requests out of a paged V32_FP8 cache into consecutive rows, dequantized to bfloat16.
+    """Copy requests out of a paged V32_FP8 or PLAIN_FP8 cache into consecutive rows, dequantized to bfloat16.
 
     The first `seq_lens[r]` tokens of request r go to `dst[workspace_starts[r]]` and the rows after it.
 
     Args:
-        src_cache: [num_blocks, block_size, (1,) 656] uint8 or float8_e4m3fn.
-        dst: [S, 576] bfloat16, written in place. A request that starts outside it is left out, rows beyond it are
-            not written, and rows of tokens whose block does not exist become zeros.
+        src_cache: [num_blocks, block_size, (1,) 656 | 576 | 512] uint8 or float8_e4m3fn.
+        dst: [S, 576] bfloat16, of rows of 512 bytes [S, 512]; written in place. A request that starts outside it is
+            left out, rows beyond it are not written, and rows of tokens whose block does not exist become zeros.
         block_table: [R, M] int32 blocks of each request.
         seq_lens: [R] int32.
         workspace_starts: [R] int32; the requests' rows must not overlap.
+        k_scale: of PLAIN_FP8, as of `concat_and_cache_mla`.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -65,13 +74,14 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     requests = table.require(INT32, "R", "M").shape[0]
     lens.require(INT32, requests)
     starts.require(INT32, requests)
+    scale = scale_of_rows(place, layout, k_scale)
     if arrays.CHECK_VALUES:
         counts = check_lengths(lens)
         check_workspace(starts, counts, dst_.shape[0])
         check_blocks(table, np.zeros_like(counts), counts, cache)
     place.call(
         cuda.cp_gather_and_upconvert_fp8_kv_cache, reference.cp_gather_and_upconvert_fp8_kv_cache,
-        layout, cache, dst_, table, lens, starts,
+        layout, cache, dst_, table, lens, starts, scale,
     )  # fmt: skip
 
 

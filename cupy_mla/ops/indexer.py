@@ -1,6 +1,7 @@
-"""Operations on the indexer's key cache, layout INDEXER_FP8: 128 e4m3 keys under one float32 scale a token.
+"""Operations on the indexer's key cache: layout INDEXER_FP8, 128 e4m3 keys under one float32 scale a token, or
+INDEXER_MXFP4, 128 e2m1 keys of which 32 share a power of two.
 
-Source: the lightning indexer of DeepSeek-V3.2, whose keys vLLM caches in this layout.
+Source: the lightning indexer of DeepSeek-V3.2, whose keys vLLM caches in the former; that of V4.1 for the latter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..checks.validate import INDEXER_ALIGNMENT, QUANTIZED, cache_layout, requir
 from ..checks.values import check_blocks, check_offsets, check_slots
 from ..cuda import indexer as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, UINT8
-from ..layouts import INDEXER_FP8
+from ..layouts import INDEXER_FP8, INDEXER_LAYOUTS, Layout
 from ..reference import indexer as reference
 from ..typing import AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
@@ -34,11 +35,13 @@ def indexer_k_quant_and_cache(
 
     Args:
         k: [T, (1,) 128] bfloat16.
-        kv_cache: [num_blocks, block_size, 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, start and block stride
-            multiples of 4 bytes; written in place.
+        kv_cache: [num_blocks, block_size, 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, or [..., 68] in layout
+            INDEXER_MXFP4, start and block stride multiples of 4 bytes; written in place.
         slot_mapping: [T'] int64 with T' <= T (a padded batch: its length counts). A token whose slot is negative is
             skipped; a slot beyond the cache is never written.
-        scale_format: "fp32" (`max(amax, 1e-4) / 448`) or "ue8m0" (that, rounded up to a power of two).
+        scale_format: of INDEXER_FP8: "fp32" (`max(amax, 1e-4) / 448`) or "ue8m0" (that, rounded up to a power of two).
+            INDEXER_MXFP4 has powers of two in either case: of 32 keys `2 ** ceil(log2(max(amax, 6 * 2**-126) / 6))`. A
+            NaN makes NaN of the keys that share its scale, and infinity zeros of the finite ones.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -53,12 +56,13 @@ def indexer_k_quant_and_cache(
     require_choice("scale_format", scale_format, SCALE_FORMATS)
     place, (k_, cache, slots) = bind(k=k, kv_cache=kv_cache, slot_mapping=slot_mapping)
     tokens = tokens_of(k_).require(BFLOAT16, "T", INDEXER_FP8.d_qk).shape[0]
-    require_indexer_cache(cache).require_writable()
+    layout = indexer_layout(cache)
+    cache.require_writable()
     require_slots(slots, tokens)
     if arrays.CHECK_VALUES:
         check_slots(slots, cache)
     place.call(
-        cuda.indexer_k_quant_and_cache, reference.indexer_k_quant_and_cache, k_, cache, slots, scale_format
+        cuda.indexer_k_quant_and_cache, reference.indexer_k_quant_and_cache, layout, k_, cache, slots, scale_format
     )  # fmt: skip
 
 
@@ -68,13 +72,16 @@ def cp_gather_indexer_k_quant_cache(
 ) -> None:
     """Copy requests' keys and scales out of the paged cache into consecutive rows.
 
-    Token t of request r goes to row `cu_seq_lens[r] + t`, for `t < cu_seq_lens[r + 1] - cu_seq_lens[r]`.
+    Token t of request r goes to row `cu_seq_lens[r] + t`, for `t < cu_seq_lens[r + 1] - cu_seq_lens[r]`. Keys in layout
+    INDEXER_MXFP4 are copied as they are, or widened to what `indexer_logits` takes, as `widen_mxfp4` does.
 
     Args:
-        kv_cache: [num_blocks, block_size, 132] uint8 or float8_e4m3fn, as for `indexer_k_quant_and_cache`.
-        dst_k: [S, 128] uint8 or float8_e4m3fn, rows at multiples of 4 bytes; written in place. Rows beyond it are
-            not written; rows of tokens whose block does not exist become zeros, their scales too.
-        dst_scale: [S] float32, or its bytes, [S, 4] uint8, as vLLM has them; written in place.
+        kv_cache: [num_blocks, block_size, 132 or 68] uint8 or float8_e4m3fn, as for `indexer_k_quant_and_cache`.
+        dst_k: [S, 128] uint8 or float8_e4m3fn, rows at multiples of 4 bytes; written in place. Of INDEXER_MXFP4 these
+            are the widened keys, and [S, 64] uint8 the keys as they are. Rows beyond it are not written; rows of tokens
+            whose block does not exist become zeros, their scales too.
+        dst_scale: [S] float32, or its bytes, [S, 4] uint8, as vLLM has them; written in place. With [S, 64] keys the
+            bytes are the four scales of a token.
         block_table: [R, M] int32 blocks of each request.
         cu_seq_lens: [R + 1] int32 running sum of the sequence lengths, from 0.
 
@@ -96,8 +103,9 @@ def cp_gather_indexer_k_quant_cache(
     place, (cache, keys, scales, table, starts) = bind(
         kv_cache=kv_cache, dst_k=dst_k, dst_scale=dst_scale, block_table=block_table, cu_seq_lens=cu_seq_lens
     )
-    require_indexer_cache(cache)
-    rows = keys.require(QUANTIZED, "S", INDEXER_FP8.d_qk).require_writable().shape[0]
+    layout = indexer_layout(cache)
+    widths = (INDEXER_FP8.d_qk,) if layout is INDEXER_FP8 else (INDEXER_FP8.d_qk, layout.row_stride)
+    rows = keys.require(QUANTIZED, "S", widths).require_writable().shape[0]
     if not keys.aligned(ALIGNMENT):
         raise ValueError(
             f"dst_k: rows must start at multiples of {ALIGNMENT} bytes in memory, got strides {list(keys.strides)} "
@@ -116,10 +124,12 @@ def cp_gather_indexer_k_quant_cache(
         check_blocks(table, np.zeros_like(lens), lens, cache)
     place.call(
         cuda.cp_gather_indexer_k_quant_cache, reference.cp_gather_indexer_k_quant_cache,
-        cache, keys, scales, table, starts,
+        layout, cache, keys, scales, table, starts,
     )  # fmt: skip
 
 
-def require_indexer_cache(cache: Array) -> Array:
-    """Check a paged cache of layout INDEXER_FP8; returns itself."""
-    return require_cache(cache, cache_layout(cache, (INDEXER_FP8,)), ALIGNMENT)
+def indexer_layout(cache: Array) -> Layout:
+    """Check a paged cache of the indexer's keys; returns its layout, told by the last axis."""
+    layout = cache_layout(cache, INDEXER_LAYOUTS)
+    require_cache(cache, layout, ALIGNMENT)
+    return layout

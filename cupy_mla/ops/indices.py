@@ -13,7 +13,7 @@ from .. import arrays
 from ..arguments import Conversion
 from ..bridges import bind
 from ..calls.operation import operation
-from ..checks.options import require_bool, require_integer, require_together
+from ..checks.options import LARGEST_INT, require_bool, require_integer, require_together
 from ..checks.values import check_positions, check_prefills, check_requests, host
 from ..cuda import indices as cuda
 from ..dtypes import INT32, INT64
@@ -33,6 +33,7 @@ def convert_req_index_to_global_index(
     prefill_workspace_starts: AnyArray | None = None,
     return_valid_counts: Literal[False] = False,
     *,
+    block_stride_rows: int | None = None,
     out: A | None = None,
 ) -> A: ...
 
@@ -47,6 +48,7 @@ def convert_req_index_to_global_index(
     prefill_workspace_starts: AnyArray | None = None,
     *,
     return_valid_counts: Literal[True],
+    block_stride_rows: int | None = None,
     out: A | None = None,
 ) -> tuple[A, A]: ...
 
@@ -61,6 +63,7 @@ def convert_req_index_to_global_index(
     prefill_workspace_starts: AnyArray | None,
     return_valid_counts: Literal[True],
     *,
+    block_stride_rows: int | None = None,
     out: A | None = None,
 ) -> tuple[A, A]: ...
 
@@ -75,6 +78,7 @@ def convert_req_index_to_global_index(
     prefill_workspace_starts: AnyArray | None = None,
     return_valid_counts: bool = False,
     *,
+    block_stride_rows: int | None = None,
     out: A | None = None,
 ) -> A | tuple[A, A]: ...
 
@@ -89,12 +93,13 @@ def convert_req_index_to_global_index(
     prefill_workspace_starts: AnyArray | None = None,
     return_valid_counts: bool = False,
     *,
+    block_stride_rows: int | None = None,
     out: A | None = None,
 ) -> A | tuple[A, A]:
     """Map each query token's chosen positions to slots of the paged cache, or to rows of a gathered workspace.
 
     For position `i = token_indices[t, k]` the result is
-    `block_table[req_id[t], i // block_size] * block_size + i % block_size`, and for tokens of a prefill
+    `block_table[req_id[t], i // block_size] * block_stride_rows + i % block_size`, and for tokens of a prefill
     `p = prefill_request_ids[t] >= 0` it is `prefill_workspace_starts[p] + i`. It is -1 where `i` is negative or
     beyond the block table's width, where the request or the prefill does not exist (a number negative or too large),
     where the block or the prefill's start is negative, and where the result would not fit int32.
@@ -107,6 +112,8 @@ def convert_req_index_to_global_index(
         prefill_request_ids: [T] int32 number of the prefill that a token belongs to, negative for decode tokens.
         prefill_workspace_starts: [P] int32 first workspace row of each prefill; goes with `prefill_request_ids`.
         return_valid_counts: also count the entries of each row that are not -1.
+        block_stride_rows: rows from a block's first row to the next block's, where the rows of other layers lie between
+            the blocks of a cache that is read as flat rows; None: `block_size`.
         out: [T, K] int32, written in place when given; may be `token_indices` itself.
 
     Returns:
@@ -126,8 +133,9 @@ def convert_req_index_to_global_index(
     """
     counted = require_bool("return_valid_counts", return_valid_counts)
     given = Conversion(
-        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts, out
-    )
+        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts, out,
+        block_stride_rows,
+    )  # fmt: skip
     slots, counts, _ = _convert(given, counted=counted)
     return (slots, counts) if counted else slots
 
@@ -141,6 +149,7 @@ def convert_to_slots_and_ends(
     prefill_request_ids: AnyArray | None = None,
     prefill_workspace_starts: AnyArray | None = None,
     *,
+    block_stride_rows: int | None = None,
     out: A | None = None,
     ends: A | None = None,
 ) -> tuple[A, A]:
@@ -149,8 +158,8 @@ def convert_to_slots_and_ends(
     With them attention works through the entries before a row's end alone, and -1 may still stand anywhere before it.
 
     Args:
-        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts: as for
-            `convert_req_index_to_global_index`.
+        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts,
+            block_stride_rows: as for `convert_req_index_to_global_index`.
         out: [T, K] int32, written in place when given; may be `token_indices` itself.
         ends: [T] int32, written in place when given.
 
@@ -169,8 +178,9 @@ def convert_to_slots_and_ends(
         ([[48, 113, -1], [144, -1, 67]], [2, 3])
     """
     given = Conversion(
-        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts, out, ends=ends
-    )
+        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts, out,
+        block_stride_rows, ends=ends,
+    )  # fmt: skip
     slots, _, ends = _convert(given, ended=True)
     return slots, ends
 
@@ -233,6 +243,13 @@ def slots_of(
     return out_.obj
 
 
+def require_block_stride(stride: int | None, block_size: int) -> int | None:
+    """Check the rows from a block's first to the next block's."""
+    if stride is None:
+        return None
+    return require_integer("block_stride_rows", stride, block_size, LARGEST_INT, "the rows of a block at least")
+
+
 def _convert(given: Conversion, *, counted: bool = False, ended: bool = False) -> tuple[Any, Any, Any]:
     """The slots, how many of each row are valid where `counted`, and where each row ends where `ended`.
 
@@ -240,6 +257,7 @@ def _convert(given: Conversion, *, counted: bool = False, ended: bool = False) -
         given: the caller's arrays.
     """
     block_size = require_integer("block_size", given.block_size, 1)
+    stride = require_block_stride(given.block_stride_rows, block_size)
     prefills = {
         "prefill_request_ids": given.prefill_request_ids, "prefill_workspace_starts": given.prefill_workspace_starts
     }  # fmt: skip
@@ -265,6 +283,6 @@ def _convert(given: Conversion, *, counted: bool = False, ended: bool = False) -
         check_positions(positions, table, block_size, numbers < 0)
     place.call(
         cuda.convert_req_index_to_global_index, reference.convert_req_index_to_global_index,
-        Conversion(req, table, positions, block_size, prefill, starts, out_, counts, ends_),
+        Conversion(req, table, positions, block_size, prefill, starts, out_, stride, counts, ends_),
     )  # fmt: skip
     return out_.obj, counts and counts.obj, ends_ and ends_.obj

@@ -17,26 +17,39 @@ Source: DeepSeek-V3.2 (the indexer of DeepSeek Sparse Attention); the logits' co
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from .. import arrays
 from ..arguments import PagedKeys, QuantizeQ, RaggedKeys
 from ..arrays import Array
 from ..bridges import bind
 from ..calls.operation import operation
 from ..checks.options import require_bool, require_choice, require_integer, require_together
-from ..checks.validate import QUANTIZED
+from ..checks.validate import INDEXER_ALIGNMENT, QUANTIZED
 from ..checks.values import check_contexts, check_ranges, check_rotations
 from ..cuda import logits as cuda
-from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64
-from ..layouts import INDEXER_FP8
+from ..cuda import mxfp4 as cuda_mxfp4
+from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64, UINT8
+from ..layouts import INDEXER_FP8, INDEXER_MXFP4
 from ..reference import logits as reference
-from ..typing import A, AnyArray, ScaleFormat
+from ..reference import mxfp4 as reference_mxfp4
+from ..typing import A, AnyArray, QueryScaleFormat
 from .cache import SCALE_FORMATS
-from .indexer import require_indexer_cache
+from .indexer import indexer_layout
 
-__all__ = ["indexer_logits", "paged_indexer_logits", "paged_indexer_schedule", "quantize_indexer_q"]
+__all__ = [
+    "indexer_logits",
+    "paged_indexer_logits",
+    "paged_indexer_schedule",
+    "quantize_indexer_q",
+    "quantize_indexer_q_mxfp4",
+    "widen_mxfp4",
+]
 
 D = INDEXER_FP8.d_qk
 ROPE = 64
+SCALES = INDEXER_MXFP4.num_scales
+MXFP4 = "mxfp4"  # what `scale_format` may be besides
 HEADS = tuple(range(8, 65, 8))
 ALIGNMENT = 16  # bytes, of rows of q8 and k8
 SCHEDULE_WORDS = 32  # of a share
@@ -52,7 +65,7 @@ def quantize_indexer_q(
     cos_sin_cache: AnyArray | None = None,
     rope_first: bool = True,
     interleaved: bool = False,
-    scale_format: ScaleFormat = "fp32",
+    scale_format: QueryScaleFormat = "fp32",
 ) -> tuple[A, A]:
     """Quantize the indexer's queries, rotated before if asked, and put their scales into the heads' weights.
 
@@ -72,7 +85,8 @@ def quantize_indexer_q(
         cos_sin_cache: [P, 64] float32 or bfloat16: 32 cosines and 32 sines of a position; goes with `positions`.
         rope_first: rotate the first 64 values, else the last.
         interleaved: rotate values 2i and 2i + 1 by angle i, else i and i + 32.
-        scale_format: "fp32", or "ue8m0": the scale rounded up to a power of two.
+        scale_format: "fp32"; "ue8m0": the scale rounded up to a power of two; or "mxfp4": values become MXFP4, as
+            `quantize_indexer_q_mxfp4` makes them, and q8 and w are what `widen_mxfp4` makes of those.
 
     Returns:
         q8 [T, H, 128] float8_e4m3fn (uint8 in CuPy, which has no fp8) and w [T, H] float32.
@@ -89,25 +103,132 @@ def quantize_indexer_q(
         >>> round(float(w[0, 0] * q8[0, 0, 0].astype(float) * (8 * 128) ** 0.5), 3)  # scale * q8 is q
         2.0
     """
-    require_choice("scale_format", scale_format, SCALE_FORMATS)
-    require_bool("rope_first", rope_first)
-    require_bool("interleaved", interleaved)
-    require_together(positions=positions, cos_sin_cache=cos_sin_cache)
+    require_choice("scale_format", scale_format, (*SCALE_FORMATS, MXFP4))
+    rotation = _Rotation(positions, cos_sin_cache, rope_first, interleaved)
+    q8, _, w = _quantize_q(q, weights, rotation, scale_format, packed=False)
+    return q8, w
+
+
+@operation
+def quantize_indexer_q_mxfp4(
+    q: A,
+    weights: AnyArray,
+    *,
+    positions: AnyArray | None = None,
+    cos_sin_cache: AnyArray | None = None,
+    rope_first: bool = True,
+    interleaved: bool = False,
+) -> tuple[A, A, A]:
+    """Quantize the indexer's queries to MXFP4, rotated before if asked: two e2m1 values a byte, the first in its low
+    bits, each 32 of them under a power of two.
+
+    This is what engines store, and DeepGEMM takes. Logits here take what `widen_mxfp4` makes of it, and what
+    `quantize_indexer_q` makes at once with `scale_format="mxfp4"`.
+
+    Of 32 values::
+
+        exponent = ceil(log2(max(amax, 6 * 2**-126) / 6))
+        code     = e2m1(x * 2**-exponent)
+
+    with the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, of two that are as near the one of an even code. Infinity has the
+    exponent 127; a group with a NaN has a scale of NaN, and codes of zero.
+
+    Args:
+        q, weights, positions, cos_sin_cache, rope_first, interleaved: as for `quantize_indexer_q`.
+
+    Returns:
+        q4 [T, H, 64] uint8, scales [T, H, 4] uint8 (UE8M0, `exponent + 127`), and w [T, H] float32, which is
+        `weights * (H * 128) ** -0.5`.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides.
+        IndexError: under `cupy_mla.set_checks`: a position at or beyond P.
+
+    Example:
+        >>> q = np.full((1, 8, 128), 12, bfloat16)
+        >>> q4, scales, w = cupy_mla.quantize_indexer_q_mxfp4(q, np.ones((1, 8), np.float32))
+        >>> hex(q4[0, 0, 0]), int(scales[0, 0, 0])  # twice the largest number, whose code is 7
+        ('0x77', 128)
+    """
+    rotation = _Rotation(positions, cos_sin_cache, rope_first, interleaved)
+    return _quantize_q(q, weights, rotation, MXFP4, packed=True)
+
+
+class _Rotation(NamedTuple):
+    """How queries are rotated, as `quantize_indexer_q` takes it."""
+
+    positions: AnyArray | None
+    cos_sin_cache: AnyArray | None
+    rope_first: bool
+    interleaved: bool
+
+
+def _quantize_q(q: Any, weights: Any, rotation: _Rotation, scale_format: str, packed: bool) -> tuple[Any, Any, Any]:
+    """Codes of e4m3, None, and weights; or `packed`: codes of e2m1, their scales, and weights."""
+    require_bool("rope_first", rotation.rope_first)
+    require_bool("interleaved", rotation.interleaved)
+    require_together(positions=rotation.positions, cos_sin_cache=rotation.cos_sin_cache)
     place, (q_, weights_) = bind(q=q, weights=weights)
-    positions_, cos_sin = place.optional(positions=positions, cos_sin_cache=cos_sin_cache)
+    positions, cos_sin = place.optional(positions=rotation.positions, cos_sin_cache=rotation.cos_sin_cache)
     tokens, heads, _ = q_.require(BFLOAT16, "T", HEADS, D).shape
     weights_.require((FLOAT32, BFLOAT16), tokens, heads)
-    if positions_ is not None and cos_sin is not None:
-        positions_.require(INT64, tokens)
+    if positions is not None and cos_sin is not None:
+        positions.require(INT64, tokens)
         cos_sin.require((FLOAT32, BFLOAT16), "P", ROPE)
         if arrays.CHECK_VALUES:
-            check_rotations(positions_, cos_sin.shape[0])
-    q8, w = place.new("q8", (tokens, heads, D), E4M3), place.new("w", (tokens, heads), FLOAT32)
+            check_rotations(positions, cos_sin.shape[0])
+    codes = place.new("q4", (tokens, heads, D // 2), UINT8) if packed else place.new("q8", (tokens, heads, D), E4M3)
+    scales = place.new("scales", (tokens, heads, SCALES), UINT8) if packed else None
+    w = place.new("w", (tokens, heads), FLOAT32)
     place.call(
         cuda.quantize_indexer_q, reference.quantize_indexer_q,
-        QuantizeQ(q_, weights_, positions_, cos_sin, rope_first, interleaved, scale_format, q8, w),
+        QuantizeQ(
+            q_, weights_, positions, cos_sin, rotation.rope_first, rotation.interleaved, scale_format, codes, w, scales
+        ),
     )  # fmt: skip
-    return q8.obj, w.obj
+    return codes.obj, None if scales is None else scales.obj, w.obj
+
+
+@operation
+def widen_mxfp4(codes: A, scales: AnyArray, weights: AnyArray | None = None) -> tuple[A, A]:
+    """Queries or keys of MXFP4 as logits take them: e4m3 numbers under one factor a row, a power of two.
+
+    GPUs below sm_100 cannot multiply e2m1. A row's four scales become one: `factor` is the largest of them times 2**-6,
+    and a value becomes `e2m1 * 2**(6 - below)` where its group's scale is `2**-below` of the largest. The numbers are
+    the same up to `below = 14`. Values of groups further below are rounded to multiples of 2**-15 times the largest
+    scale, and a factor below 2**-126 is zero.
+
+    Args:
+        codes: [N, 64] or [T, H, 64] uint8, two values a byte, rows at multiples of 4 bytes.
+        scales: [N, 4] or [T, H, 4] uint8, UE8M0.
+        weights: [N] or [T, H] float32, what factors are multiplied by: the heads' weights of queries.
+
+    Returns:
+        values [N, 128] or [T, H, 128] float8_e4m3fn (uint8 in CuPy), and factors [N] or [T, H] float32: `q8` and `w` of
+        queries, `k8` and `ks` of keys. A row with a scale of NaN has a factor of NaN.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides.
+
+    Example:
+        >>> codes, scales = np.full((1, 64), 0x21, np.uint8), np.array([[127, 127, 126, 127]], np.uint8)
+        >>> values, factors = cupy_mla.widen_mxfp4(codes, scales)
+        >>> (values.astype(np.float32) * factors[:, None])[0, [0, 1, 64, 65]].tolist()  # the third group's are half
+        [0.5, 1.0, 0.25, 0.5]
+    """
+    place, (codes_, scales_) = bind(codes=codes, scales=scales)
+    (weights_,) = place.optional(weights=weights)
+    rows = codes_.require(UINT8, *("N", "H")[: max(len(codes_.shape) - 1, 1)], D // 2).shape[:-1]
+    if not codes_.aligned(INDEXER_ALIGNMENT):
+        raise ValueError(
+            f"codes: rows must start at multiples of {INDEXER_ALIGNMENT} bytes, got strides {list(codes_.strides)}"
+        )
+    scales_.require(UINT8, *rows, SCALES)
+    if weights_ is not None:
+        weights_.require(FLOAT32, *rows, contiguous=False)
+    values, factors = place.new("values", (*rows, D), E4M3), place.new("factors", rows, FLOAT32)
+    place.call(cuda_mxfp4.widen_mxfp4, reference_mxfp4.widen_mxfp4, codes_, scales_, weights_, values, factors)
+    return values.obj, factors.obj
 
 
 @operation
@@ -301,8 +422,8 @@ def paged_indexer_schedule(
 def require_ragged(of: RaggedKeys) -> tuple[int, int]:
     """Check the arrays of logits over ranges of rows; returns how many queries and keys there are."""
     cuda.require_known()
-    queries, heads, _ = _require_rows(of.q8.require(QUANTIZED, "M", HEADS, D)).shape
-    keys, _ = _require_rows(of.k8.require(QUANTIZED, "N", D)).shape
+    queries, heads, _ = require_rows(of.q8.require(QUANTIZED, "M", HEADS, D)).shape
+    keys, _ = require_rows(of.k8.require(QUANTIZED, "N", D)).shape
     of.ks.require(FLOAT32, keys)
     of.w.require(FLOAT32, queries, heads)
     of.starts.require(INT32, queries)
@@ -323,8 +444,8 @@ def _require_lens(lens: Array, requests: int | str, n: int | str) -> int:
 def require_paged(of: PagedKeys, max_context_len: int) -> int:
     """Check the arrays of logits over a paged cache; returns how many queries there are."""
     cuda.require_known()
-    requests, n, heads, _ = _require_rows(of.q8.require(QUANTIZED, "B", "n", HEADS, D)).shape
-    require_indexer_cache(of.cache)
+    requests, n, heads, _ = require_rows(of.q8.require(QUANTIZED, "B", "n", HEADS, D)).shape
+    indexer_layout(of.cache)
     of.w.require(FLOAT32, requests * n, heads)
     _require_lens(of.lens, requests, n)
     of.table.require(INT32, requests, "width")
@@ -335,7 +456,8 @@ def require_paged(of: PagedKeys, max_context_len: int) -> int:
     return requests * n
 
 
-def _require_rows(rows: Array) -> Array:
+def require_rows(rows: Array) -> Array:
+    """Check that rows of queries or keys allow 16-byte loads; returns itself."""
     if not rows.aligned(ALIGNMENT):
         raise ValueError(
             f"{rows.name}: rows must start at multiples of {ALIGNMENT} bytes, got strides {list(rows.strides)}"

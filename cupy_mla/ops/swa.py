@@ -1,22 +1,33 @@
-"""Operations on the index lists of DeepSeek V4's sliding-window attention, alone and beside compressed rows.
+"""Operations on the index lists of DeepSeek V4's and V4.1's sliding-window attention, alone and beside compressed rows.
 
 A query token at position p of its sequence attends the last `window` positions up to p. In a decode these are slots of
 the sliding-window cache; in a prefill they are rows of a workspace that the window's tail was gathered into, next to
 the compressed rows that the layer's indexer chose.
 
+Two things change which positions the window has:
+
+- Tokens of an image see one another in both directions. `left_visible` and `right_visible` say for each query token how
+  many positions of its image stand before it and behind it, 0 for tokens of text. A token with `left` of them sees
+  positions from `p - (window - 1) - max(left - (window - 1), 0)` on, and `right` positions behind p, as far as the
+  sequence reaches.
+- A sequence whose prefix comes from a cache without rows of the window has none before position `replay_start`.
+
 Position of a token, where `query_start_loc` and `seq_lens` are given: the query tokens of a request are the last ones
 of its sequence.
 
-Source: DeepSeek-V4; the contracts are those of vLLM's DeepSeek V4 backend.
+Source: DeepSeek-V4 and V4.1; the contracts are those of vLLM's backends.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from .. import arrays
 from ..arguments import CombinedLists, SwaWindows
-from ..bridges import bind
+from ..arrays import Array
+from ..bridges import Place, bind
 from ..calls.operation import operation
-from ..checks.options import LARGEST_INT, require_integer
+from ..checks.options import LARGEST_INT, require_integer, require_together
 from ..checks.values import check_lengths, check_offsets, check_requests
 from ..cuda import swa as cuda
 from ..dtypes import BOOL, INT32
@@ -38,12 +49,18 @@ def compute_swa_indices_and_lens(
     block_size: int,
     window_size: int,
     *,
+    replay_start: AnyArray | None = None,
+    left_visible: AnyArray | None = None,
+    right_visible: AnyArray | None = None,
+    max_image_tokens: int = 0,
     out: A | None = None,
     lens: AnyArray | None = None,
 ) -> tuple[A, A]:
     """Slots of the sliding window of each decode token: of positions `max(p - window_size + 1, 0) .. p`, in order.
 
-    An entry is -1 where the position has no block, or its slot would not fit int32.
+    An entry is -1 where the position has no block, or its slot would not fit int32. With `replay_start` and visible
+    tokens of images the window is of positions
+    `max(p - (window_size - 1) - max(left - (window_size - 1), 0), 0, replay_start) .. min(p + right, seq_len - 1)`.
 
     Args:
         query_start_loc: [R + 1] int32 first token of each request.
@@ -53,16 +70,21 @@ def compute_swa_indices_and_lens(
         block_table: [R, M] int32 blocks of each request in the sliding-window cache.
         block_size: tokens a block.
         window_size: tokens of the window.
-        out: [T, window_size] int32, written in place when given.
+        replay_start: [R] int32 first position of each sequence that the cache has rows of; None: 0.
+        left_visible, right_visible: [T] int32 positions of each token's image before it and behind it; both or none.
+        max_image_tokens: tokens of the longest image. Widens the lists, W = `window_size + max_image_tokens`; what a
+            token sees beyond W positions is left out.
+        out: [T, W] int32, written in place when given.
         lens: [T] int32, written in place when given.
 
     Returns:
-        [T, window_size] int32 slots, -1 past each token's window, and [T] int32 lengths `min(p + 1, window_size)`.
+        [T, W] int32 slots, -1 past each token's window, and [T] int32 lengths of the windows: `min(p + 1, window_size)`
+        for a token of text whose sequence has all rows.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
-        IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down, a length is negative,
-            or a valid token names a request that does not exist.
+        IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down, a length or a number of visible positions
+            is negative, or a valid token names a request that does not exist.
 
     Example:
         >>> starts, lengths = np.array([0, 1], np.int32), np.array([18], np.int32)  # a decode at position 17
@@ -78,13 +100,17 @@ def compute_swa_indices_and_lens(
         query_start_loc=query_start_loc, seq_lens=seq_lens, token_to_req=token_to_req, is_valid_token=is_valid_token,
         block_table=block_table,
     )  # fmt: skip
-    out_, lens_ = place.optional(out=out, lens=lens)
+    replay, out_, lens_ = place.optional(replay_start=replay_start, out=out, lens=lens)
     requests = table.require(INT32, "R", "M").shape[0]
     seq.require(INT32, requests)
     starts.require(INT32, requests + 1)
     tokens = req.require(INT32, "T").shape[0]
     valid.require(BOOL, tokens)
-    out_ = place.output("out", out_, (tokens, window_size), INT32)
+    if replay is not None:
+        replay.require(INT32, requests)
+    left, right = _visible(place, tokens, left_visible, right_visible)
+    width = window_width(window_size, max_image_tokens)
+    out_ = place.output("out", out_, (tokens, width), INT32)
     lens_ = place.output("lens", lens_, (tokens,), INT32)
     if arrays.CHECK_VALUES:
         check_offsets(starts)
@@ -92,25 +118,32 @@ def compute_swa_indices_and_lens(
         check_requests(req, requests, valid)
     place.call(
         cuda.compute_swa_indices_and_lens, reference.compute_swa_indices_and_lens,
-        SwaWindows(starts, seq, req, valid, table, block_size, window_size, out_, lens_),
+        SwaWindows(starts, seq, req, valid, table, block_size, window_size, replay, left, right, out_, lens_),
     )  # fmt: skip
     return out_.obj, lens_.obj
 
 
 @operation
 def compute_prefill_gather_lens(
-    seq_lens: A, query_start_loc: AnyArray, num_decodes: int, window_size: int, *, out: A | None = None
+    seq_lens: A,
+    query_start_loc: AnyArray,
+    num_decodes: int,
+    window_size: int,
+    *,
+    replay_start: AnyArray | None = None,
+    out: A | None = None,
 ) -> A:
     """How many tokens at the end of each prefill's sequence its query tokens attend through their windows.
 
-    `query_len + min(seq_len - query_len, window_size - 1)`: the query itself, and what the window of its first token
-    reaches before it.
+    `query_len + min(max(seq_len - query_len - replay_start, 0), window_size - 1)`: the query itself, and what the
+    window of its first token reaches before it.
 
     Args:
         seq_lens: [R] int32; the first `num_decodes` requests are decodes.
         query_start_loc: [R + 1] int32.
         num_decodes: requests to leave out at the start.
         window_size: tokens of the window.
+        replay_start: [R] int32 first position of each sequence that the cache has rows of; None: 0.
         out: [R - num_decodes] int32, written in place when given.
 
     Returns:
@@ -127,9 +160,11 @@ def compute_prefill_gather_lens(
     """
     window_size = require_integer("window_size", window_size, 1)
     place, (seq, starts) = bind(seq_lens=seq_lens, query_start_loc=query_start_loc)
-    (out_,) = place.optional(out=out)
+    replay, out_ = place.optional(replay_start=replay_start, out=out)
     requests = seq.require(INT32, "R").shape[0]
     starts.require(INT32, requests + 1)
+    if replay is not None:
+        replay.require(INT32, requests)
     num_decodes = require_integer("num_decodes", num_decodes, 0, requests, "the requests there are")
     out_ = place.output("out", out_, (requests - num_decodes,), INT32)
     if arrays.CHECK_VALUES:
@@ -137,14 +172,30 @@ def compute_prefill_gather_lens(
         check_lengths(seq)
     place.call(
         cuda.compute_prefill_gather_lens, reference.compute_prefill_gather_lens,
-        seq, starts, num_decodes, window_size, out_,
+        seq, starts, num_decodes, window_size, replay, out_,
     )  # fmt: skip
     return out_.obj
 
 
-def combined_width(topk: int, window_size: int) -> int:
+def window_width(window_size: int, max_image_tokens: int = 0) -> int:
+    """Width of the lists that `compute_swa_indices_and_lens` makes: positions that a token's window may have."""
+    return window_size + require_integer("max_image_tokens", max_image_tokens, 0)
+
+
+def combined_width(topk: int, window_size: int, max_image_tokens: int = 0) -> int:
     """Width of the lists that `combine_topk_swa_indices` makes."""
-    return -(-(topk + window_size) // LIST_ALIGN) * LIST_ALIGN
+    return -(-(topk + window_width(window_size, max_image_tokens)) // LIST_ALIGN) * LIST_ALIGN
+
+
+def _visible(place: Place, tokens: int, left_visible: Any, right_visible: Any) -> tuple[Array | None, Array | None]:
+    """How many positions of an image stand before and behind each token; None twice where no token is an image's."""
+    require_together(left_visible=left_visible, right_visible=right_visible)
+    left, right = place.optional(left_visible=left_visible, right_visible=right_visible)
+    for array in filter(None, (left, right)):
+        array.require(INT32, tokens)
+        if arrays.CHECK_VALUES:
+            check_lengths(array)
+    return left, right
 
 
 @operation
@@ -159,6 +210,9 @@ def combine_topk_swa_indices(
     M: int,
     N: int,
     *,
+    left_visible: AnyArray | None = None,
+    right_visible: AnyArray | None = None,
+    max_image_tokens: int = 0,
     out: A | None = None,
     lens: AnyArray | None = None,
 ) -> tuple[A, A]:
@@ -166,9 +220,11 @@ def combine_topk_swa_indices(
 
     Rows 0 .. N - 1 of a request hold its compressed rows, rows from N on the last `gather_lens[r]` tokens of its
     sequence. The list of a token at position p of request r is `n = min((p + 1) // compress_ratio, topk)` compressed
-    rows, `topk_indices[t, :n] + M * r`, then `w = min(p + 1, window_size)` rows of its window,
-    `M * r + N + (p - w + 1 .. p) - (seq_len - gather_len)`, then -1. An entry is -1 as well where a compressed row is
-    not one of 0 .. N - 1 or a position of the window was not gathered.
+    rows (none for a compress ratio of 0), `topk_indices[t, :n] + M * r`, then the w rows of its window that were
+    gathered, `M * r + N + (first .. last) - (seq_len - gather_len)`, then -1. A chosen row that is none of 0 .. N - 1
+    becomes -1 and keeps its place, as does a position that the workspace has no row for. The window is of positions
+    `max(p - (window_size - 1) - max(left - (window_size - 1), 0), 0, seq_len - gather_len) .. min(p + right,
+    seq_len - 1)`, with the visible tokens of images `left` and `right`.
 
     Args:
         topk_indices: [T, K] int32 compressed positions of each token's request, K >= topk.
@@ -176,11 +232,14 @@ def combine_topk_swa_indices(
         seq_lens: [R] int32.
         gather_lens: [R] int32, from `compute_prefill_gather_lens`.
         window_size: tokens of the window.
-        compress_ratio: tokens that a compressed row stands for.
+        compress_ratio: tokens that a compressed row stands for; 0: a token attends its window alone.
         topk: most compressed rows a token attends; 0 for layers without.
         M: workspace rows a request.
         N: workspace rows that are kept for compressed rows.
-        out: [T, W] int32 with W = topk + window_size rounded up to a multiple of 128, written in place when given.
+        left_visible, right_visible: [T] int32 positions of each token's image before it and behind it; both or none.
+        max_image_tokens: tokens of the longest image, as of `compute_swa_indices_and_lens`.
+        out: [T, W] int32 with W = topk + window_size + max_image_tokens rounded up to a multiple of 128, written in
+            place when given.
         lens: [T] int32, written in place when given.
 
     Returns:
@@ -199,7 +258,7 @@ def combine_topk_swa_indices(
         ([1, 0, 2, 3, 4, -1], [5])
     """
     window_size = require_integer("window_size", window_size, 1)
-    compress_ratio = require_integer("compress_ratio", compress_ratio, 1)
+    compress_ratio = require_integer("compress_ratio", compress_ratio, 0)
     topk, N = require_integer("topk", topk, 0), require_integer("N", N, 0)
     M = require_integer("M", M, N)
     place, (chosen, starts, seq, gather) = bind(
@@ -214,7 +273,9 @@ def combine_topk_swa_indices(
     gather.require(INT32, requests)
     if requests * M > LARGEST_INT:
         raise ValueError(f"M: {requests} requests of {M} workspace rows are more than int32 can count")
-    out_ = place.output("out", out_, (tokens, combined_width(topk, window_size)), INT32)
+    left, right = _visible(place, tokens, left_visible, right_visible)
+    width = combined_width(topk, window_size, max_image_tokens)
+    out_ = place.output("out", out_, (tokens, width), INT32)
     lens_ = place.output("lens", lens_, (tokens,), INT32)
     if arrays.CHECK_VALUES:
         check_offsets(starts)
@@ -222,6 +283,9 @@ def combine_topk_swa_indices(
         check_lengths(gather)
     place.call(
         cuda.combine_topk_swa_indices, reference.combine_topk_swa_indices,
-        CombinedLists(chosen, starts, seq, gather, window_size, compress_ratio, topk, M, N, out_, lens_),
+        CombinedLists(
+            chosen, starts, seq, gather, window_size, compress_ratio, topk, M, N, left, right,
+            window_width(window_size, max_image_tokens), out_, lens_,
+        ),
     )  # fmt: skip
     return out_.obj, lens_.obj

@@ -10,7 +10,7 @@ the long ones stand in `ops/examples.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
@@ -19,12 +19,14 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from ..bridges import to_numpy
-from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64
+from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64, UINT8
 from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8, Layout
 from ..typing import A, AnyArray
 from . import (
     attention,
+    backward,
     cache,
+    candidates,
     compressed,
     context_parallel,
     dense,
@@ -33,10 +35,12 @@ from . import (
     indexer,
     indices,
     logits,
+    pools,
     quant,
     swa,
     topk,
 )
+from .candidates import BLOCK
 from .examples import ALL, Call, Wanted
 
 
@@ -47,13 +51,33 @@ class Result(NamedTuple):
 
     Attributes:
         shape: its shape, a function of the operation's arguments by name.
+        dtype: its dtype, or the one that it has by default.
         setting: the bool setting without which it is not returned; "" when it always is.
+        of: the optional array without which None is returned in its place; "" when it always is there.
+        dtype_setting: the setting that names the dtype, if there is one.
     """
 
     name: str
     shape: Callable[..., tuple[int, ...]]
     dtype: np.dtype
     setting: str = ""
+    of: str = ""
+    dtype_setting: str = ""
+
+    def is_made(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a call with these arguments has it."""
+        return (not self.setting or bool(arguments.get(self.setting))) and self.is_there(arguments)
+
+    def is_there(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the array is given without which there is none."""
+        return not self.of or arguments.get(self.of) is not None
+
+    def dtype_in(self, arguments: Mapping[str, Any]) -> np.dtype:
+        """Its dtype in a call with these arguments."""
+        return NAMED[arguments.get(self.dtype_setting, self.dtype.name)]
+
+
+NAMED = {dtype.name: dtype for dtype in (BFLOAT16, E4M3, FLOAT32, INT32, INT64)}
 
 
 @dataclass(frozen=True)
@@ -65,7 +89,7 @@ class Operation:
             if its default is None; every other parameter is a setting.
         examples: yields its example calls. Shapes and settings depend on the `Wanted` alone, values on the generator.
             The first call gives every array that the caller may give, but for results.
-        written: the arrays that it writes in place.
+        written: the arrays that it writes in place, if they are given.
         results: the arrays that it allocates and returns, in order.
         optional: arrays that may be None though the parameter has no default.
         layouts: the cache layouts that it is for; (): all of them, or none in particular.
@@ -120,7 +144,7 @@ class Operation:
         }
         returned = self.function(**arguments)
         results = returned if isinstance(returned, tuple) else (returned,)
-        written = [arguments[name] for name in self.written]
+        written = [arguments.get(name) for name in self.written]
         return [to_numpy(array) for array in (*written, *results) if array is not None]
 
 
@@ -162,6 +186,16 @@ TABLE = (
         exact=False,
     ),
     Operation(
+        backward.sparse_prefill_backward,
+        examples.backward_calls,
+        results=(
+            Result("dq", lambda q, **_: q.shape, BFLOAT16, dtype_setting="dq_dtype"),
+            Result("dkv", lambda kv, **_: kv.shape, BFLOAT16, dtype_setting="dkv_dtype"),
+            Result("d_sink", lambda q, **_: q.shape[1:2], FLOAT32, of="attn_sink"),
+        ),
+        exact=False,
+    ),
+    Operation(
         attention.sparse_decode,
         examples.decode_calls,
         results=(
@@ -194,6 +228,23 @@ TABLE = (
         results=(Result("q8", lambda q, **_: q.shape, E4M3), Result("w", lambda weights, **_: weights.shape, FLOAT32)),
     ),
     Operation(
+        logits.quantize_indexer_q_mxfp4,
+        examples.quantize_q_mxfp4_calls,
+        results=(
+            Result("q4", lambda q, **_: (*q.shape[:2], q.shape[2] // 2), UINT8),
+            Result("scales", lambda q, **_: (*q.shape[:2], logits.SCALES), UINT8),
+            Result("w", lambda weights, **_: weights.shape, FLOAT32),
+        ),
+    ),
+    Operation(
+        logits.widen_mxfp4,
+        examples.widen_mxfp4_calls,
+        results=(
+            Result("values", lambda codes, **_: (*codes.shape[:-1], logits.D), E4M3),
+            Result("factors", lambda codes, **_: codes.shape[:-1], FLOAT32),
+        ),
+    ),
+    Operation(
         logits.indexer_logits,
         examples.logits_calls,
         results=(Result("out", _logits_shape, FLOAT32),),
@@ -214,12 +265,31 @@ TABLE = (
         results=(Result("out", lambda logits, k, **_: (logits.shape[0], k), INT32),),
     ),
     Operation(
-        topk.select_rows, examples.select_calls, results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),)
+        topk.select_rows,
+        examples.select_calls,
+        written=("blocks",),
+        results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),),
     ),
     Operation(
         topk.select_rows_paged,
         examples.paged_select_calls,
+        written=("blocks",),
         results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),),
+    ),
+    Operation(
+        candidates.candidate_blocks,
+        examples.candidate_blocks_calls,
+        results=(Result("out", lambda logits, count, **_: (logits.shape[0], count), INT32),),
+    ),
+    Operation(
+        candidates.candidate_logits,
+        examples.candidate_logits_calls,
+        results=(Result("out", lambda candidates, **_: (candidates.shape[0], BLOCK * candidates.shape[1]), FLOAT32),),
+    ),
+    Operation(
+        candidates.select_candidate_rows,
+        examples.candidate_select_calls,
+        results=(Result("out", lambda candidates, k, **_: (candidates.shape[0], k), INT32),),
     ),
     Operation(
         gather.cp_gather_and_upconvert_fp8_kv_cache, examples.mla_gather_calls, written=("dst",), layouts=FP8_OF_V32
@@ -254,6 +324,25 @@ TABLE = (
         results=(Result("out", lambda positions, **_: positions.shape, INT64),),
     ),
     Operation(
+        pools.kpool_compress,
+        examples.pool_calls,
+        written=("tail",),
+        results=(Result("out", lambda k, **_: k.shape, BFLOAT16),),
+        exact=False,
+    ),
+    Operation(
+        pools.expand_pools_and_append_tail,
+        examples.expand_calls,
+        results=(
+            Result(
+                "out",
+                lambda pool_ids, kpool, **_: (pool_ids.shape[0], pool_ids.shape[1] * kpool + kpool - 1),
+                INT32,
+            ),
+            Result("lens", lambda pool_ids, **_: pool_ids.shape[:1], INT32),
+        ),
+    ),
+    Operation(
         quant.dynamic_per_batched_tensor_quant,
         examples.quant_calls,
         results=(Result("codes", lambda x: x.shape, E4M3), Result("scale", lambda x: (), FLOAT32)),
@@ -262,7 +351,14 @@ TABLE = (
         swa.compute_swa_indices_and_lens,
         examples.swa_calls,
         results=(
-            Result("out", lambda token_to_req, window_size, **_: (token_to_req.shape[0], window_size), INT32),
+            Result(
+                "out",
+                lambda token_to_req, window_size, max_image_tokens=0, **_: (
+                    token_to_req.shape[0],
+                    swa.window_width(window_size, max_image_tokens),
+                ),
+                INT32,
+            ),
             Result("lens", lambda token_to_req, **_: token_to_req.shape, INT32),
         ),
         layouts=FP8_OF_V4,
@@ -279,9 +375,9 @@ TABLE = (
         results=(
             Result(
                 "out",
-                lambda topk_indices, topk, window_size, **_: (
+                lambda topk_indices, topk, window_size, max_image_tokens=0, **_: (
                     topk_indices.shape[0],
-                    swa.combined_width(topk, window_size),
+                    swa.combined_width(topk, window_size, max_image_tokens),
                 ),
                 INT32,
             ),

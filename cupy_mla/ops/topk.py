@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from .. import arrays
-from ..arguments import PagedKeys, RaggedKeys
+from ..arguments import PagedKeys, RaggedKeys, Selection
+from ..arrays import Array
 from ..bridges import bind
 from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_together
@@ -95,6 +96,7 @@ def select_rows(
     block_size: int | None = None,
     max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
     out: A | None = None,
+    blocks: AnyArray | None = None,
 ) -> A:
     """The k keys with the largest logits for each query token, keys in rows: `topk_indices` of `indexer_logits`.
 
@@ -107,6 +109,7 @@ def select_rows(
         block_size: tokens a block of that cache.
         max_workspace_bytes: most memory that logits take; more queries are worked on in chunks, of one query at least.
         out: [M, k] int32, written in place when given.
+        blocks: [M, C] int32, C up to 4096: is given the `candidate_blocks` of the same logits.
 
     Returns:
         [M, k] int32: positions relative to the token's start, or slots, ascending by position; -1 behind the last.
@@ -132,7 +135,7 @@ def select_rows(
         block_size = require_integer("block_size", block_size, 1)
     require_together(req_id=req_id, block_table=block_table, block_size=block_size)
     place, given = bind(q8=q8, k8=k8, ks=ks, w=w, starts=starts, ends=ends)
-    requests, table, out_ = place.optional(req_id=req_id, block_table=block_table, out=out)
+    requests, table, out_, blocks_ = place.optional(req_id=req_id, block_table=block_table, out=out, blocks=blocks)
     of = RaggedKeys(*given)
     queries, _ = require_ragged(of)
     if requests is not None and table is not None:
@@ -141,9 +144,10 @@ def select_rows(
         if arrays.CHECK_VALUES:
             check_requests(requests, table.shape[0])
     out_ = place.output("out", out_, (queries, k), INT32)
+    _require_blocks(blocks_, queries)
     place.call(
         cuda.select_rows, reference.select_rows,
-        of, k, requests, table, block_size, max_workspace_bytes, out_,
+        of, Selection(k, max_workspace_bytes, out_, blocks_), requests, table, block_size,
     )  # fmt: skip
     return out_.obj
 
@@ -162,18 +166,21 @@ def select_rows_paged(
     max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
     schedule: AnyArray | None = None,
     out: A | None = None,
+    blocks: AnyArray | None = None,
 ) -> A:
     """The k keys with the largest logits for each query token, keys in the paged cache: `topk_indices` of
     `paged_indexer_logits`.
 
     Args:
-        q8, kv_cache, w, context_lens, block_table, max_context_len: as for `paged_indexer_logits`.
+        q8, kv_cache, w, context_lens, block_table: as for `paged_indexer_logits`.
+        max_context_len: keys beyond it are not looked at. Where it is at most `k` no logits are computed.
         k: 1 to 4096.
         slots: return slots by the same block table and block size, instead of positions in the request.
         max_workspace_bytes: most memory that logits take; more requests are worked on in chunks, of one request at
             least.
         schedule: as for `paged_indexer_logits`; chunks do without it.
         out: [B * n, k] int32, written in place when given.
+        blocks: [B * n, C] int32, C up to 4096: is given the `candidate_blocks` of the same logits.
 
     Returns:
         [B * n, k] int32: positions, or slots, ascending by position; -1 behind the last.
@@ -200,12 +207,21 @@ def select_rows_paged(
     place, (q8_, cache, w_, lens, table) = bind(
         q8=q8, kv_cache=kv_cache, w=w, context_lens=context_lens, block_table=block_table
     )
-    schedule_, out_ = place.optional(schedule=schedule, out=out)
+    schedule_, out_, blocks_ = place.optional(schedule=schedule, out=out, blocks=blocks)
     of = PagedKeys(q8_, cache, w_, lens, table, schedule_)
     queries = require_paged(of, max_context_len)
     out_ = place.output("out", out_, (queries, k), INT32)
+    _require_blocks(blocks_, queries)
     place.call(
         cuda.select_rows_paged, reference.select_rows_paged,
-        of, max_context_len, k, slots, max_workspace_bytes, out_,
+        of, Selection(k, max_workspace_bytes, out_, blocks_), max_context_len, slots,
     )  # fmt: skip
     return out_.obj
+
+
+def _require_blocks(blocks: Array | None, queries: int) -> None:
+    """Check an array that is given candidate blocks."""
+    if blocks is None:
+        return
+    count = blocks.require(INT32, queries, "C").require_writable().shape[1]
+    require_integer("blocks.shape[1]", count, 1, MAX_K)

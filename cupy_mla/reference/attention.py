@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from ..arguments import Decode, Prefill
+from ..arguments import Decode, DenseDecode, Prefill
+from ..dtypes import BFLOAT16, E4M3
 from ..layouts import D_V
 from .cache import rows_of
 from .schedule import merge_partials, split_rows
@@ -13,9 +16,10 @@ from .schedule import merge_partials, split_rows
 @np.errstate(all="ignore")
 def sparse_prefill(a: Prefill) -> None:
     """Attention over flat rows kv [s_kv, d_qk], indices [s_q, topk]; see `cupy_mla.sparse_prefill`."""
-    for i in range(len(a.q)):
-        rows = a.kv[_valid(a.indices, i, a.length, i, len(a.kv))].astype(np.float32)
-        part, a.max_logits[i], part_lse = _attend(a.q[i].astype(np.float32), rows, a.sm_scale)
+    q, flat = queries(a), a.kv[:, None]
+    for i in range(len(q)):
+        rows = rows_of(flat, a.layout, valid_entries(a.indices, i, a.length, i, len(a.kv)), a.k_scale)
+        part, a.max_logits[i], part_lse = _attend(q[i], rows, a.sm_scale)
         a.out[i], a.lse[i] = _finish(part, part_lse, a.sink)
 
 
@@ -25,28 +29,35 @@ def sparse_decode(a: Decode) -> None:
     caches = [(a.cache, a.indices, a.length)]
     if a.extra is not None:
         caches.append((a.extra, a.extra_indices, a.extra_length))
-    for i, j in np.ndindex(a.q.shape[:2]):
+    q = queries(a)
+    for i, j in np.ndindex(q.shape[:2]):
         rows = np.concatenate(
             [
-                rows_of(paged, a.layout, _valid(slots, (i, j), count, i, paged.shape[0] * paged.shape[1]))
+                rows_of(paged, a.layout, valid_entries(slots, (i, j), count, i, math.prod(paged.shape[:2])), a.k_scale)
                 for paged, slots, count in caches
             ]
         )
-        a.out[i, j], a.lse[i, :, j] = attend_in_splits(a.q[i, j], rows, a.sm_scale, a.num_splits, a.sink)
+        a.out[i, j], a.lse[i, :, j] = attend_in_splits(q[i, j], rows, a.sm_scale, a.num_splits, a.sink)
+
+
+def queries(a: Prefill | Decode | DenseDecode) -> np.ndarray:
+    """The queries as float32."""
+    if a.q.dtype == BFLOAT16:
+        return a.q.astype(np.float32)
+    return a.q.view(E4M3).astype(np.float32) * np.asarray(a.q_scale, np.float32)
 
 
 def attend_in_splits(
-    q: np.ndarray, rows: np.ndarray, scale: float, num_splits: int | None, sink: np.ndarray | None
+    heads: np.ndarray, rows: np.ndarray, scale: float, num_splits: int | None, sink: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """out [h, 512] and lse [h] of a query's heads [h, d_qk] over rows [n, d_qk] in splits that are merged."""
-    heads = q.astype(np.float32)
+    """out [h, 512] and lse [h] of a query's heads [h, d_qk] float32 over rows [n, d_qk] in splits that are merged."""
     splits = split_rows(len(rows), num_splits or 1)
     parts = [_attend(heads, rows[start:stop], scale) for start, stop in splits]
     merged = merge_partials([part for part, _, _ in parts], [part_lse for _, _, part_lse in parts])
     return _finish(*merged, sink)
 
 
-def _valid(
+def valid_entries(
     indices: np.ndarray,
     query: int | tuple[int, int],
     length: np.ndarray | None,

@@ -25,10 +25,11 @@ def concat_and_cache_mla(
     cache: np.ndarray,
     slots: np.ndarray,
     scale_format: str,
+    k_scale: float | np.ndarray,
 ) -> None:
     """Write tokens whose RoPE values come apart; see `cupy_mla.concat_and_cache_mla`."""
     no_rope = np.zeros((len(kv_c), layout.d_qk - kv_c.shape[1] - k_pe.shape[1]), BFLOAT16)
-    pack_rows(layout, np.concatenate([kv_c, k_pe, no_rope], axis=1), cache, slots, scale_format)
+    pack_rows(layout, np.concatenate([kv_c, k_pe, no_rope], axis=1), cache, slots, scale_format, k_scale)
 
 
 @np.errstate(all="ignore")
@@ -39,7 +40,12 @@ def quantize_and_insert_k_cache(layout: Layout, k: np.ndarray, cache: np.ndarray
 
 @np.errstate(all="ignore")
 def pack_rows(
-    layout: Layout, rows: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str = "fp32"
+    layout: Layout,
+    rows: np.ndarray,
+    cache: np.ndarray,
+    slots: np.ndarray,
+    scale_format: str = "fp32",
+    k_scale: float | np.ndarray = 1.0,
 ) -> None:
     """Write rows into a cache of any layout; one whose slot is not in the cache is skipped.
 
@@ -48,11 +54,16 @@ def pack_rows(
         cache: [num_blocks, block_size, last axis] in `layout`.
         slots: [T'] integers, T' <= T.
         scale_format: "fp32", or "ue8m0", which rounds float32 scales up to powers of two.
+        k_scale: the scale of all rows, of a layout whose scale a call brings.
     """
     tokens, block, offset = _targets(slots, cache)
     rows = rows[tokens]
     if not layout.quantized:
         cache[block, offset] = rows
+        return
+    if layout.scale_of_call:
+        values = rows.astype(np.float32)[:, None]  # one tile
+        cache.view(np.uint8)[block, offset] = _quantize(values, np.full((len(rows), 1), k_scale, np.float32))
         return
     nope, rope, scale_bytes = _regions(layout, cache)
     values, amax = _tiles(layout, rows)
@@ -64,12 +75,13 @@ def pack_rows(
 
 
 @np.errstate(all="ignore")
-def rows_of(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndarray:
+def rows_of(cache: np.ndarray, layout: Layout, slots: np.ndarray, k_scale: float | np.ndarray = 1.0) -> np.ndarray:
     """The rows in the given slots as numbers; other rows are not read.
 
     Args:
         cache: [num_blocks, block_size, last axis] in `layout`.
         slots: [n] integers, each in 0 .. num_blocks * block_size - 1.
+        k_scale: the scale of all rows, of a layout whose scale a call brings.
 
     Returns:
         [n, d_qk] float32, `float(e4m3) * scale` where the layout quantizes.
@@ -77,6 +89,8 @@ def rows_of(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndarray:
     block, offset = np.divmod(slots, cache.shape[1])
     if not layout.quantized:
         return cache[block, offset].astype(np.float32)
+    if layout.scale_of_call:
+        return cache[block, offset].view(E4M3).astype(np.float32) * np.asarray(k_scale, np.float32)
     nope, rope, scale_bytes = (region[block, offset] for region in _regions(layout, cache))
     scale_dtype = FLOAT32 if layout.scale_kind == "fp32" else E8M0
     scales = scale_bytes.view(scale_dtype)[:, : layout.num_scales].astype(np.float32)
@@ -88,10 +102,12 @@ def rows_of(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndarray:
 
 
 @np.errstate(all="ignore")
-def unpack_rows(layout: Layout, cache: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
+def unpack_rows(
+    layout: Layout, cache: np.ndarray, slots: np.ndarray, k_scale: float | np.ndarray, out: np.ndarray
+) -> None:
     """Rows as numbers, zeros for slots that the cache has not; see `cupy_mla.unpack_rows`."""
     found = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
-    out[found] = rows_of(cache, layout, slots[found])
+    out[found] = rows_of(cache, layout, slots[found], k_scale)
     out[~found] = 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arguments import C128aLists, Conversion
+from ..arguments import C128aLists, CompressedSlots, Conversion
 from .indices import LARGEST, convert_req_index_to_global_index, find_slots
 from .swa import positions_of, requests_of
 
@@ -14,22 +14,19 @@ def compute_global_topk_indices_and_lens(a: Conversion) -> None:
     convert_req_index_to_global_index(a)
 
 
-def get_compressed_slot_mapping(
-    num_tokens: int,
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    block_table: np.ndarray,
-    block_size: int,
-    compress_ratio: int,
-    out: np.ndarray,
-) -> None:
+def get_compressed_slot_mapping(a: CompressedSlots) -> None:
     """Slots of the rows that tokens own; see `cupy_mla.get_compressed_slot_mapping`."""
-    token = np.arange(num_tokens)
-    request = requests_of(token, query_start_loc)
-    position = positions_of(token, request, query_start_loc, seq_lens)
-    slots = find_slots(block_table, request, position // compress_ratio, block_size)
-    out[...] = -1
-    out[:num_tokens] = np.where((position >= 0) & ((position + 1) % compress_ratio == 0), slots, -1)
+    token = np.arange(a.num_tokens)
+    request = requests_of(token, a.query_start_loc)
+    position = positions_of(token, request, a.query_start_loc, a.seq_lens)
+    row = position // a.compress_ratio
+    owned = (position >= 0) & ((position + 1) % a.compress_ratio == 0)
+    owned &= row // a.interleave % a.world_size == a.rank
+    if a.slot_mapping is not None:
+        owned &= a.slot_mapping[: a.num_tokens] >= 0
+    local = row // (a.world_size * a.interleave) * a.interleave + row % a.interleave
+    a.out[...] = -1
+    a.out[: a.num_tokens] = np.where(owned, find_slots(a.block_table, request, local, a.block_size), -1)
 
 
 def build_c128a_topk_metadata(a: C128aLists) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from ..arguments import DenseDecode
-from .attention import attend_in_splits
+from .attention import attend_in_splits, queries
 from .cache import rows_of
 
 
 @np.errstate(all="ignore")
 def dense_decode(a: DenseDecode) -> None:
     """Attention over all rows of requests; see `cupy_mla.dense_decode`."""
-    for i, j in np.ndindex(a.q.shape[:2]):
-        rows = rows_of(a.cache, a.layout, _seen_slots(a, i, j))
-        a.out[i, j], a.lse[i, :, j] = attend_in_splits(a.q[i, j], rows, a.sm_scale, a.num_splits, a.sink)
+    q = queries(a)
+    for i, j in np.ndindex(q.shape[:2]):
+        rows = rows_of(a.cache, a.layout, _seen_slots(a, i, j), a.k_scale)
+        a.out[i, j], a.lse[i, :, j] = attend_in_splits(q[i, j], rows, a.sm_scale, a.num_splits, a.sink)
 
 
 def _seen_slots(a: DenseDecode, request: int, token: int) -> np.ndarray:

@@ -17,6 +17,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     block_table: np.ndarray,
     seq_lens: np.ndarray,
     workspace_starts: np.ndarray,
+    k_scale: float | np.ndarray,
 ) -> None:
     """Paged FP8 tokens to consecutive bf16 rows; see `cupy_mla.cp_gather_and_upconvert_fp8_kv_cache`."""
     num_blocks, block_size, _ = src_cache.shape
@@ -26,7 +27,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         rows = dst[start : start + max(length, 0)]
         slots = find_slots(block_table, np.array(r), np.arange(len(rows)), block_size)
         found = (slots >= 0) & (slots < num_blocks * block_size)
-        rows[found] = rows_of(src_cache, layout, slots[found])
+        rows[found] = rows_of(src_cache, layout, slots[found], k_scale)
         rows[found, layout.d_nope :] = rope_bits(src_cache, layout, slots[found])
         rows[~found] = 0
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from ..dtypes import E4M3_MAX
-from ..layouts import INDEXER_FP8
+from ..layouts import INDEXER_FP8, INDEXER_MXFP4, Layout
+from . import mxfp4
 from .cache import AMAX_FLOOR, _ceil_log2, _quantize, _regions, _targets, _tiles
 from .indices import find_slots
 
 
 @np.errstate(all="ignore")
-def indexer_k_quant_and_cache(k: np.ndarray, kv_cache: np.ndarray, slots: np.ndarray, scale_format: str) -> None:
+def indexer_k_quant_and_cache(
+    layout: Layout, k: np.ndarray, kv_cache: np.ndarray, slots: np.ndarray, scale_format: str
+) -> None:
     """Write tokens' keys into the cache; see `cupy_mla.indexer_k_quant_and_cache`."""
     tokens, block, offset = _targets(slots, kv_cache)
-    keys, _, scale_bytes = _regions(INDEXER_FP8, kv_cache)
+    keys, scale_bytes = key_regions(layout, kv_cache)
+    if layout is INDEXER_MXFP4:
+        keys[block, offset], scale_bytes[block, offset] = mxfp4.quantize(k[tokens].astype(np.float32))
+        return
     values, amax = _tiles(INDEXER_FP8, k[tokens])
     scales = np.maximum(amax, AMAX_FLOOR) / E4M3_MAX
     if scale_format == "ue8m0":
@@ -23,7 +29,14 @@ def indexer_k_quant_and_cache(k: np.ndarray, kv_cache: np.ndarray, slots: np.nda
     scale_bytes[block, offset] = scales.view(np.uint8)
 
 
+def key_regions(layout: Layout, kv_cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Views of a cache's key bytes [num_blocks, block_size, 128 or 64] and scale bytes [num_blocks, block_size, 4]."""
+    keys, _, scale_bytes = _regions(layout, kv_cache)
+    return keys[..., : layout.row_stride], scale_bytes
+
+
 def cp_gather_indexer_k_quant_cache(
+    layout: Layout,
     kv_cache: np.ndarray,
     dst_k: np.ndarray,
     dst_scale: np.ndarray,
@@ -32,8 +45,9 @@ def cp_gather_indexer_k_quant_cache(
 ) -> None:
     """Copy requests' keys and scales into consecutive rows; see `cupy_mla.cp_gather_indexer_k_quant_cache`."""
     num_blocks, block_size, _ = kv_cache.shape
-    keys, _, scale_bytes = _regions(INDEXER_FP8, kv_cache)
+    keys, scale_bytes = key_regions(layout, kv_cache)
     codes = dst_k.view(np.uint8)
+    widens = codes.shape[1] != keys.shape[2]
     for r, (begin, end) in enumerate(zip(cu_seq_lens[:-1].tolist(), cu_seq_lens[1:].tolist(), strict=True)):
         if not 0 <= begin < min(end, len(codes)):
             continue
@@ -41,7 +55,11 @@ def cp_gather_indexer_k_quant_cache(
         slots = find_slots(block_table, np.array(r), np.arange(rows.stop - begin), block_size)
         found = (slots >= 0) & (slots < num_blocks * block_size)
         block, offset = np.divmod(slots[found], block_size)
-        codes[rows][found] = keys[block, offset]
-        dst_scale[rows][found] = scale_bytes[block, offset].view(np.float32)[:, 0]
+        if widens:
+            values, dst_scale[rows][found] = mxfp4.widen(keys[block, offset], scale_bytes[block, offset])
+            codes[rows][found] = values.view(np.uint8)
+        else:
+            codes[rows][found] = keys[block, offset]
+            dst_scale[rows][found] = scale_bytes[block, offset].view(np.float32)[:, 0]
         codes[rows][~found] = 0
         dst_scale[rows][~found] = 0

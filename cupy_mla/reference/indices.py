@@ -12,7 +12,7 @@ LARGEST = np.iinfo(np.int32).max
 def convert_req_index_to_global_index(a: Conversion) -> None:
     """Positions in requests to slots or workspace rows; see `cupy_mla.convert_req_index_to_global_index`."""
     positions = a.token_indices.astype(np.int64)
-    rows = find_slots(a.block_table, a.req_id[:, None], positions, a.block_size)
+    rows = find_slots(a.block_table, a.req_id[:, None], positions, a.block_size, a.block_stride_rows)
     if a.prefill_request_ids is not None and a.prefill_workspace_starts is not None:
         prefill = a.prefill_request_ids[:, None]
         in_table = (positions >= 0) & (positions // a.block_size < a.block_table.shape[1])
@@ -28,10 +28,17 @@ def convert_req_index_to_global_index(a: Conversion) -> None:
         a.ends[...] = (found * np.arange(1, found.shape[1] + 1)).max(axis=1, initial=0)
 
 
-def find_slots(block_table: np.ndarray, request: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+def find_slots(
+    block_table: np.ndarray,
+    request: np.ndarray,
+    positions: np.ndarray,
+    block_size: int,
+    block_stride: int | None = None,
+) -> np.ndarray:
     """Slot of each position of a request, int64; negative where the request, the column or the block does not exist.
 
-    `request` and `positions` are broadcast against each other.
+    `request` and `positions` are broadcast against each other. From a block to the next there are `block_stride` slots,
+    `block_size` unless it is given.
     """
     requests, width = block_table.shape
     column, offset = np.divmod(positions, block_size)
@@ -39,7 +46,8 @@ def find_slots(block_table: np.ndarray, request: np.ndarray, positions: np.ndarr
     if block_table.size == 0:
         return np.full(exists.shape, -1, np.int64)
     block = block_table[np.where(exists, request, 0), np.where(exists, column, 0)].astype(np.int64)
-    return np.where(exists & (block >= 0), block * block_size + offset, -1)
+    stride = block_size if block_stride is None else block_stride
+    return np.where(exists & (block >= 0), block * stride + offset, -1)
 
 
 def slots_of(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arguments import PagedKeys, QuantizeQ, RaggedKeys
+from ..arguments import CandidateKeys, PagedKeys, QuantizeQ, RaggedKeys
 from ..dtypes import BFLOAT16, E4M3, E4M3_MAX
-from ..layouts import INDEXER_FP8
-from .cache import _ceil_log2, _regions
+from ..layouts import INDEXER_FP8, INDEXER_MXFP4
+from . import mxfp4
+from .cache import _ceil_log2
+from .indexer import key_regions
 from .indices import find_slots
 
 D = INDEXER_FP8.d_qk
 ROPE = 64  # values of a row that are rotated
+CANDIDATE_BLOCK = 8  # keys
 SCHEDULE_UNIT, SCHEDULE_BLOCKS_AT = 64, 5  # keys; words of a share before the blocks of its first units
 SHARES_AT_ONCE = 288  # of a schedule: up to so many are equal
 PARTS_OF_THIRDS = 0, 920, 975, 1000  # of 1000 units, where the thirds of more shares begin and end
@@ -20,18 +23,24 @@ AMAX_FLOOR = np.float32(1e-10)
 
 @np.errstate(all="ignore")
 def quantize_indexer_q(a: QuantizeQ) -> None:
-    """RoPE, quantization and weights; see `cupy_mla.quantize_indexer_q`."""
+    """RoPE, quantization and weights; see `cupy_mla.quantize_indexer_q` and `cupy_mla.quantize_indexer_q_mxfp4`."""
     values = a.q.astype(np.float32)
     if a.positions is not None and a.cos_sin_cache is not None:
         start = 0 if a.rope_first else D - ROPE
         part = values[..., start : start + ROPE]
         part[...] = _rotated(part, a.positions, a.cos_sin_cache.astype(np.float32), a.interleaved)
         values = values.astype(BFLOAT16).astype(np.float32)
-    amax = np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
-    scales = np.maximum(amax, AMAX_FLOOR) / np.float32(E4M3_MAX)
-    if a.scale_format == "ue8m0":
-        scales = np.ldexp(np.float32(1), _ceil_log2(scales))
-    a.q8.view(E4M3)[...] = np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX).astype(E4M3)
+    scales = np.ones(values.shape[:-1], np.float32)
+    if a.scales is not None:
+        a.codes[...], a.scales[...] = mxfp4.quantize(values)
+    elif a.scale_format == "mxfp4":
+        a.codes.view(E4M3)[...], scales = mxfp4.widen(*mxfp4.quantize(values))
+    else:
+        amax = np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
+        scales = np.maximum(amax, AMAX_FLOOR) / np.float32(E4M3_MAX)
+        if a.scale_format == "ue8m0":
+            scales = np.ldexp(np.float32(1), _ceil_log2(scales))
+        a.codes.view(E4M3)[...] = np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX).astype(E4M3)
     a.w[...] = a.weights.astype(np.float32) * scales * np.float32((a.q.shape[1] * D) ** -0.5)
 
 
@@ -69,24 +78,49 @@ def paged_indexer_logits(of: PagedKeys, clean: bool, out: np.ndarray) -> None:
     """Logits of queries over keys of a paged cache; see `cupy_mla.paged_indexer_logits`."""
     requests, n = of.q8.shape[:2]
     num_blocks, block_size, _ = of.cache.shape
-    codes, _, scale_bytes = _regions(INDEXER_FP8, of.cache)
     lens = visible_keys(of.lens, n).clip(0, out.shape[1])
     if clean:
         out[...] = -np.inf
     for r in range(requests):
         slots = find_slots(of.table, np.array(r), np.arange(lens[r].max(initial=0)), block_size)
         exists = (slots >= 0) & (slots < num_blocks * block_size)
-        block, offset = np.divmod(np.where(exists, slots, 0), block_size)
-        if not exists.any():
-            block, offset = block[:0], offset[:0]
-        keys = codes[block, offset].view(E4M3).astype(np.float64)
-        scales = scale_bytes[block, offset].view(np.float32)[..., 0]
+        keys, scales = _keys_of(of.cache, slots[exists])
         for j in range(n):
             row, count = out[r * n + j], int(lens[r, j])
             row[:count] = -np.inf
-            if len(keys):
-                logits = _logits(of.q8[r, j], keys[:count], scales[:count], of.w[r * n + j])
-                row[:count] = np.where(exists[:count], logits, -np.inf)
+            seen = exists[:count]
+            first = seen.sum()
+            row[:count][seen] = _logits(of.q8[r, j], keys[:first], scales[:first], of.w[r * n + j])
+
+
+def candidate_logits(of: CandidateKeys, out: np.ndarray) -> None:
+    """Logits of query tokens over candidate blocks of keys; see `cupy_mla.candidate_logits`."""
+    num_blocks, block_size, _ = of.cache.shape
+    out[...] = -np.inf
+    positions = positions_of(of.candidates)
+    for row, (request, end) in enumerate(zip(of.req_id.tolist(), of.lens.tolist(), strict=True)):
+        seen = (positions[row] >= 0) & (positions[row] < end)
+        slots = find_slots(of.table, np.array(request), positions[row], block_size)
+        seen &= (slots >= 0) & (slots < num_blocks * block_size)
+        seen[-(-max(end, 0) // CANDIDATE_BLOCK) * CANDIDATE_BLOCK :] = False  # no token has more blocks
+        out[row, seen] = _logits(of.q8[row], *_keys_of(of.cache, slots[seen]), of.w[row])
+
+
+def positions_of(candidates: np.ndarray) -> np.ndarray:
+    """Positions [T, 8 * C] int64 of the keys in candidate blocks [T, C]; negative ones of those that are none."""
+    first = candidates.astype(np.int64) * CANDIDATE_BLOCK
+    positions = first[..., None] + np.arange(CANDIDATE_BLOCK)
+    return positions.reshape(len(candidates), CANDIDATE_BLOCK * candidates.shape[1])
+
+
+def _keys_of(cache: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The keys [n, 128] float64 in slots of a cache, and scales [n] float32 that they are to be multiplied by."""
+    layout = INDEXER_MXFP4 if cache.shape[2] == INDEXER_MXFP4.last_axis else INDEXER_FP8
+    block, offset = np.divmod(slots, cache.shape[1])
+    codes, scale_bytes = (region[block, offset] for region in key_regions(layout, cache))
+    if layout is INDEXER_MXFP4:
+        return mxfp4.dequantize(codes, scale_bytes), np.ones(len(slots), np.float32)
+    return codes.view(E4M3).astype(np.float64), scale_bytes.view(np.float32)[..., 0]
 
 
 def paged_indexer_schedule(

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arguments import PagedKeys, RaggedKeys
+from ..arguments import CandidateKeys, PagedKeys, RaggedKeys, Selection
 from .indices import LARGEST, find_slots
-from .logits import indexer_logits, paged_indexer_logits, visible_keys
+from .logits import (
+    CANDIDATE_BLOCK,
+    candidate_logits,
+    indexer_logits,
+    paged_indexer_logits,
+    positions_of,
+    visible_keys,
+)
 
 OUTSIDE = -1  # the order of an entry that is not in its row's range; those of entries that are, are not negative
 
@@ -37,14 +44,13 @@ def ordered(logits: np.ndarray) -> np.ndarray:
 
 def select_rows(
     of: RaggedKeys,
-    k: int,
+    chosen: Selection,
     req_id: np.ndarray | None,
     block_table: np.ndarray | None,
     block_size: int | None,
-    max_workspace_bytes: int,
-    out: np.ndarray,
 ) -> None:
     """Logits and top-k over ranges of key rows; see `cupy_mla.select_rows`."""
+    k, max_workspace_bytes, out, blocks = chosen
     queries, keys = len(of.q8), len(of.k8)
     step = queries_at_once(keys, max_workspace_bytes)
     for first in range(0, queries, step):
@@ -53,19 +59,15 @@ def select_rows(
         logits = np.empty((len(some.q8), keys), np.float32)
         indexer_logits(some, False, False, logits)
         topk_indices(logits, k, some.starts, some.ends, out[part])
+        if blocks is not None:
+            candidate_blocks(logits, some.starts, some.ends, blocks[part])
     if req_id is not None and block_table is not None and block_size is not None:
         to_slots(out, req_id, block_table, block_size)
 
 
-def select_rows_paged(
-    of: PagedKeys,
-    max_context_len: int,
-    k: int,
-    slots: bool,
-    max_workspace_bytes: int,
-    out: np.ndarray,
-) -> None:
+def select_rows_paged(of: PagedKeys, chosen: Selection, max_context_len: int, slots: bool) -> None:
     """Logits and top-k over keys of a paged cache; see `cupy_mla.select_rows_paged`."""
+    k, max_workspace_bytes, out, blocks = chosen
     requests, n = of.q8.shape[:2]
     ends = visible_keys(of.lens, n).reshape(-1)
     step = max(queries_at_once(max_context_len, max_workspace_bytes) // max(n, 1), 1)
@@ -75,8 +77,44 @@ def select_rows_paged(
         logits = np.empty((len(some.q8) * n, max_context_len), np.float32)
         paged_indexer_logits(some, False, logits)
         topk_indices(logits, k, None, ends[rows], out[rows])
+        if blocks is not None:
+            candidate_blocks(logits, None, ends[rows], blocks[rows])
     if slots:
         to_slots(out, np.repeat(np.arange(requests), n), of.table, of.cache.shape[1])
+
+
+def candidate_blocks(logits: np.ndarray, starts: np.ndarray | None, ends: np.ndarray | None, out: np.ndarray) -> None:
+    """The blocks of 8 logits with the largest maxima of each row's range; see `cupy_mla.candidate_blocks`."""
+    rows, width = logits.shape
+    for i in range(rows):
+        begin = 0 if starts is None else min(max(int(starts[i]), 0), width)
+        row = logits[i, begin : width if ends is None else max(min(int(ends[i]), width), begin)]
+        blocks = -(-len(row) // CANDIDATE_BLOCK)
+        scores = np.full(blocks * CANDIDATE_BLOCK, -np.inf, np.float32)
+        scores[: len(row)] = row
+        scores = scores.reshape(blocks, CANDIDATE_BLOCK).max(axis=1)
+        scores[np.isnan(scores)] = np.inf
+        scores[blocks - 1 :] = np.inf
+        topk_indices(scores[None], out.shape[1], None, None, out[i : i + 1])
+
+
+def select_candidate_rows(of: CandidateKeys, chosen: Selection) -> None:
+    """Logits and top-k over candidate blocks of keys; see `cupy_mla.select_candidate_rows`."""
+    k, max_workspace_bytes, out, _ = chosen
+    tokens, candidates = of.candidates.shape
+    width = candidates * CANDIDATE_BLOCK
+    ends = np.minimum(of.lens, width - -of.lens % CANDIDATE_BLOCK)  # the last block ends where its row does
+    positions = np.append(positions_of(of.candidates), np.full((tokens, 1), -1), axis=1)
+    step = queries_at_once(width, max_workspace_bytes)
+    for first in range(0, tokens, step):
+        part = slice(first, first + step)
+        some = CandidateKeys(
+            of.q8[part], of.cache, of.w[part], of.candidates[part], of.lens[part], of.req_id[part], of.table
+        )
+        logits = np.empty((len(some.q8), width), np.float32)
+        candidate_logits(some, logits)
+        topk_indices(logits, k, None, ends[part], out[part])
+        out[part] = np.maximum(np.take_along_axis(positions[part], out[part].astype(np.int64), axis=1), -1)
 
 
 def queries_at_once(keys: int, max_workspace_bytes: int) -> int:

@@ -12,24 +12,23 @@ from ..bridges import Place, require_cupy
 from ..checks.options import require_instance, require_integer
 from ..config import SparseMLAConfig
 from ..cuda import all_kernels, driver, logits, logits_sm90, topk
-from ..cuda.attention.kernels import dense_cluster_sm90, dense_combine, dense_sm90, dense_whole_sm90
+from ..cuda.attention.kernels import dense_cluster_sm90, dense_combine, dense_fp8_sm90, dense_sm90, dense_whole_sm90
 from ..cuda.driver import Gpu
 from ..cuda.kernel import Kernel
 from ..cuda.paging import ceil_div
 from ..dtypes import BFLOAT16
 from ..layouts import INDEXER_FP8, Layout
-from ..metadata.compressed import C128A, c128a_width
-from ..metadata.indexer import C4A
+from ..metadata.compressed import compressed_list_width
 from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.cache import empty_cache
 from ..ops.dense import dense_decode
-from ..ops.swa import combined_width
+from ..ops.swa import combined_width, window_width
 
 SM_SCALE = 1.0  # no kernel depends on it
 MOST_QUERIES = 2048  # no choice of a kernel depends on how many more there are
 EVERY_NUMBER = 300  # of queries up to this one may have a kernel of its own; from here on powers of two do
 THREADS = 8  # that compile
-DENSE = dense_cluster_sm90, dense_whole_sm90, dense_sm90
+DENSE = dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_fp8_sm90
 
 
 def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
@@ -76,7 +75,7 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
 def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
     """The kernels of selections of any sizes and of any heads of an indexer, whose keys come gathered or from the paged
     cache; none for layers without an indexer, or that choose all keys."""
-    if config.compress_ratio != (C4A if config.is_v4 else 1) or config.max_index_keys <= config.topk:
+    if not config.has_topk or config.max_index_keys <= config.topk:
         return []
     modules = {logits.PORTABLE: logits, logits.SM90: logits_sm90}
     blocks_aligned = config.rows_per_block * INDEXER_FP8.token_bytes % 16 == 0
@@ -92,10 +91,10 @@ def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
 
 def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
     """The kernels for Hopper of dense decode: which of them serves a call depends on its requests and on the table."""
-    if layout.quantized:
-        return []
-    of_rows = [kernel for module in DENSE for kernel in module.kernels() if kernel.defines["D_QK"] == layout.d_qk]
-    return [kernel for kernel in (*of_rows, dense_combine.kernel()) if kernel.suits(gpu.capability)]
+    constants = layout.defines().items()
+    of_rows = [kernel for module in DENSE for kernel in module.kernels() if constants <= kernel.defines.items()]
+    merges = [kernel for kernel in dense_combine.kernels() if kernel.defines["FP8_PARTIALS"] == layout.quantized]
+    return [kernel for kernel in (*of_rows, *merges) if kernel.suits(gpu.capability)]
 
 
 def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
@@ -103,22 +102,23 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
     place = Place.of(cupy.zeros(0, np.float32))
     cache = empty_cache(layout, 1, config.block_size, place)
     sink = cupy.zeros(heads, np.float32) if config.is_v4 else None
-    compressed = {1: 0, C128A: c128a_width(config)}.get(config.compress_ratio, config.topk)  # of a V4 layer's lists
+    compressed = compressed_list_width(config)
+    windows = window_width(config.window, config.max_image_tokens)
     decode_tokens = config.max_num_seqs * (1 + config.num_speculative_tokens)
     for b in query_tokens(config.max_num_batched_tokens if config.use_mixed_batch else decode_tokens):
         q, indices = (
             _zeros(cupy, b, 1, heads, d_qk),
-            _nothing(cupy, b, 1, config.window if config.is_v4 else config.topk),
+            _nothing(cupy, b, 1, windows if config.is_v4 else config.topk),
         )
         length = cupy.zeros(b, np.int32) if config.is_v4 else None
         more: dict[str, Any] = {"attn_sink": sink, "topk_length": length}
         sparse_decode(q, cache, indices, SM_SCALE, **more)
-        if config.compress_ratio > 1:
+        if config.has_compressed_rows:
             sparse_decode(
                 q, cache, indices, SM_SCALE, **more, extra_k_cache=empty_cache(layout, 1, config.rows_per_block, place),
                 extra_indices=_nothing(cupy, b, 1, compressed), extra_topk_length=length,
             )  # fmt: skip
-    width = combined_width(compressed, config.window) if config.is_v4 else config.topk
+    width = combined_width(compressed, config.window, config.max_image_tokens) if config.is_v4 else config.topk
     for tokens in query_tokens(config.max_num_batched_tokens):
         length = cupy.zeros(tokens, np.int32) if config.is_v4 else None
         sparse_prefill(

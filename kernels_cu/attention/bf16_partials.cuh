@@ -1,24 +1,8 @@
 // Partial results of the pipeline of bf16_sm90.cuh, for merge.cuh: f16 times a power of two for each line.
-//
-// A chunk has, of one line, two columns each of four neighbouring eights: what a thread holds. The chunks of 16 lines
-// stand together, so that those of padding can be left out.
 #pragma once
+#include "attention/bf16_chunks.cuh"
 #include "attention/bf16_sm90.cuh"
 #include "attention/division/merge.cuh"
-
-constexpr int CHUNKS_OF_WARP = 1024;  // of 16 lines
-
-// Chunk n, of 8, of a thread's line i in a warpgroup.
-__device__ __forceinline__ int chunk_of(int warpgroup, int warp, int lane, int i, int n) {
-    return warp * CHUNKS_OF_WARP + i * 512 + n * 64 + warpgroup * 32 + lane;
-}
-__device__ __forceinline__ int line_of_chunk(int chunk) {
-    return chunk / CHUNKS_OF_WARP * 16 + chunk / 512 % 2 * 8 + chunk % 32 / 4;
-}
-// The first of its columns. The others are 1, 8, 9, 16, 17, 24 and 25 further.
-__device__ __forceinline__ int column_of_chunk(int chunk) {
-    return chunk % 64 / 32 * 256 + chunk / 64 % 8 * 32 + chunk % 4 * 2;
-}
 
 // Warps whose lines are not all padding.
 __device__ __forceinline__ int num_line_warps(const AttentionParams& p, const Work& w) {

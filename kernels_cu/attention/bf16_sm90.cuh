@@ -137,12 +137,6 @@ struct Work {
 
 __device__ __forceinline__ int num_pairs(int length) { return (length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS); }
 
-// The query and head that one of the 64 lines of Q, S and O belongs to.
-struct Line {
-    Query query;
-    int head;  // h_q or more: the line is padding
-};
-
 // Whether region `region` of a tile holds the RoPE columns too, over which P of the tile is stored.
 constexpr __device__ bool has_rope(int tile, int region) { return P_OVER_ROPE && region != tile; }
 

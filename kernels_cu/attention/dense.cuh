@@ -15,6 +15,17 @@ struct DenseParams : AttentionParams {
     int32_t num_shares;  // CTAs of dense_sm90.cu, whose shares stand in `plan`
 };
 
+// DENSE: the parameter of the launch.
+__device__ __forceinline__ const DenseParams& dense(const AttentionParams& p) {
+    return static_cast<const DenseParams&>(p);
+}
+
+// What line `line` of a request is: a token and a head.
+__device__ __forceinline__ Line line_of_request(const DenseParams& p, int request, int line) {
+    const int token = divide(line, p.heads);
+    return {{request, request, token}, line < p.h_q ? line - token * int(p.heads.value) : p.h_q};
+}
+
 // Rows begin .. end - 1 of a request: those that a query sees and the table can name.
 struct Seen {
     int begin, end;

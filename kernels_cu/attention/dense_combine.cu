@@ -1,4 +1,4 @@
-// Merges the partial results of dense_sm90.cu: of a line, over the shares that have a part of its item,
+// Merges the partial results of dense_sm90.cu, or of dense_fp8_sm90.cu (FP8_PARTIALS): of a line, over the shares that have a part of its item,
 //
 //   out = sum_i 2^(ref_i - ref) O_i / sum_i 2^(ref_i - ref) sum_i
 //
@@ -10,8 +10,16 @@
 // Partial results are added in the order of shares: the bits do not depend on who was first.
 //
 // grid: x CTAs, which take lines in turn.
-#include "attention/dense_partials.cuh"
+#if FP8_PARTIALS
+#include "attention/fp8_sm90/chunks.cuh"
+#else
+#include "attention/bf16_chunks.cuh"
+#endif
+#include "attention/division/merge.cuh"
+#include "attention/division/request_shares.cuh"
+#include "ptx/griddepcontrol.cuh"
 
+constexpr int LINES = HEADS;  // of a work item
 constexpr int WARPS = 8, COMBINERS = 32 * WARPS, LANE_CHUNKS = 2;
 constexpr int AT_ONCE = 4;  // partial results whose chunks a lane loads at a time
 
@@ -68,11 +76,6 @@ __device__ __forceinline__ Cut cut_of(int n, int lane) {
 struct Merged {
     float ref = -INF, sum = 0.0f, o[LANE_CHUNKS][8] = {};
 };
-
-// Chunk `n` of the 64 of a line.
-__device__ __forceinline__ int chunk_of_line(int line, int n) {
-    return chunk_of(n / 4 % 2, line / 16, line % 8 * 4 + n % 4, line / 8 % 2, n / 8);
-}
 
 // Merges partial results `begin`, begin + step, ... of a line of a cut item, 32 at a time.
 __device__ __forceinline__ Merged merge(const DenseParams& p, const Cut& cut, int line, int begin, int step,
@@ -149,7 +152,7 @@ __device__ __forceinline__ void write_line(const DenseParams& p, const Line& of,
         const int column = column_of_chunk(chunk_of_line(line, lane + 32 * c));
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            write_output(p, of.query, of.head, column + 8 * i, m.o[c][2 * i] * by, m.o[c][2 * i + 1] * by);
+            write_output(p, of.query, of.head, column + COLUMNS_APART * i, m.o[c][2 * i] * by, m.o[c][2 * i + 1] * by);
     }
 }
 
@@ -172,7 +175,7 @@ __device__ __forceinline__ void write_line_together(const DenseParams& p, const 
         y += by * sm.o[i][2 * warp + 1][lane];
     }
     const float by = finish_line(p, of, ref, sum, threadIdx.x == 0);
-    const int column = column_of_chunk(chunk_of_line(line, lane + 32 * (warp / 4))) + 8 * (warp % 4);
+    const int column = column_of_chunk(chunk_of_line(line, lane + 32 * (warp / 4))) + COLUMNS_APART * (warp % 4);
     write_output(p, of.query, of.head, column, x * by, y * by);
 }
 static_assert(2 * WARPS == 8 * LANE_CHUNKS, "a warp has two of a lane's values");

@@ -15,12 +15,6 @@ __device__ __forceinline__ TileOf (&tiles())[2] {
 }
 constexpr int DENSE_SHARED_BYTES = SHARED_BYTES<SingleQueries> + 2 * int(sizeof(TileOf));
 
-// What line `line` of a request is: a token and a head.
-__device__ __forceinline__ Line line_of_request(const DenseParams& p, int request, int line) {
-    const int token = divide(line, p.heads);
-    return {{request, request, token}, line < p.h_q ? line - token * int(p.heads.value) : p.h_q};
-}
-
 // The rows of a request that any of its tokens sees, begin .. end - 1, of which the first token sees those before `seen`.
 struct RowsOf {
     int begin, end, seen;

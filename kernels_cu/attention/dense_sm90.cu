@@ -1,14 +1,11 @@
 // Dense attention of bf16 rows on Hopper: a work item is 64 lines of a request, its query tokens times its heads, which
 // share the request's rows. All rows of the call are divided evenly over the CTAs, wherever in an item a share ends, or
-// each item into equal splits. Pipeline and shared memory: bf16_sm90.cuh.
-//
-//   all rows of the call   |request 0   |request 1   |request 2   |          (and once more for each further 64 lines)
-//   shares of the CTAs     |CTA 0  |CTA 1  |CTA 2  |CTA 3  |CTA 4  |
-//
-//   whole in a share: the CTA writes the results        cut: each CTA leaves a partial result; dense_combine.cu merges
+// each item into equal splits (division/request_shares.cuh); dense_combine.cu merges. Pipeline and shared memory:
+// bf16_sm90.cuh.
 //
 // grid: x CTAs.
-#include "attention/dense_partials.cuh"
+#include "attention/dense_rows.cuh"
+#include "attention/division/request_shares.cuh"
 
 struct State {
     Share<THREADS> mine;
@@ -24,23 +21,9 @@ struct Dense : RequestRows {
     static __device__ __forceinline__ void init(const Params& p) {
         if (threadIdx.x == 0) state().share = share_side_by_side(p);
     }
-    static __device__ __forceinline__ int pairs_of(const Params& p, int request) {
-        return num_pairs(rows_of(p, request).count());
-    }
-    static __device__ __forceinline__ Boundary split_boundary(const Params& p, uint32_t share) {
-        const int item = share / p.num_splits, split = share % p.num_splits;
-        return {item, split == 0 ? 0 : ceil_div(pairs_of(p, ::query_of_item(p, item)) * split, p.num_splits)};
-    }
     static __device__ __forceinline__ void start(const Params& p) {
-        const int share = state().share;
-        Share<THREADS>& mine = state().mine;
-        if (p.num_splits > 1) {
-            if (threadIdx.x < 2) (threadIdx.x == 0 ? mine.begin : mine.end) = split_boundary(p, share + threadIdx.x);
-            __syncthreads();
-        } else {
-            find_uneven_share(p, share, mine, [&](int request) { return pairs_of(p, request); });
-        }
-        leave_share(p, share, mine);
+        auto pairs_at = [&](int request) { return num_pairs(rows_of(p, request).count()); };
+        find_request_share(p, state().share, state().mine, pairs_at);
     }
     template <typename, typename P, typename Act>
     static __device__ __forceinline__ void for_each(const P&, int, Act act) {

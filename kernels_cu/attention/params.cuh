@@ -1,5 +1,6 @@
 // The parameter of the attention kernels.
 #pragma once
+#include "rows/call_scale.cuh"
 #include "rows/paged.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.
@@ -31,6 +32,8 @@ struct AttentionParams {
     int32_t whole_items;  // if items stay whole: the most that a share has, times all shares
     int32_t plan_filled;  // whether an earlier launch has filled the plan; else this one does
     int4* plan;           // [CTAs] the shares of calls with one schedule (shares.cuh), or null
+    CallScale q_scale;    // what values of an e4m3 q are multiplied by
+    CallScale k_scale;    // layout PLAIN_FP8: what values of rows are multiplied by
 };
 
 // What AttentionParams.flags says.
@@ -42,6 +45,7 @@ enum Flag {
     SOME_DONE = 16,    // a request with a negative main.lengths has its results already: its queries are skipped
     DECODE = 32,       // queries are mostly of different requests, which read different rows
     ALIKE = 64,        // lengths are those of calls with one plan, which divides them; often lists are full
+    E4M3_Q = 128,      // q is float8_e4m3fn; strides are of such items. Rows of layout PLAIN_FP8 alone
 };
 
 // A query token: its number in the call, its request, its number in the request.
@@ -58,6 +62,12 @@ __device__ __forceinline__ Query query_by_branch(const AttentionParams& p, int i
     return p.s_q == 1 ? Query{index, index, 0} : query_of(p, index);
 }
 
+// The query and head that a line of a work item's Q, S and O belongs to.
+struct Line {
+    Query query;
+    int head;  // h_q or more: the line is padding
+};
+
 // Whether list lengths are read from memory, where the launch before may have written them.
 __device__ __forceinline__ bool has_lengths(const AttentionParams& p) {
     return p.main.lengths != nullptr || p.extra.lengths != nullptr;
@@ -67,8 +77,10 @@ __device__ __forceinline__ const int32_t* list_of(const Source& source, const Qu
     return source.indices + query.b * source.index_stride_b + query.s * source.index_stride_s;
 }
 
-__device__ __forceinline__ const bf16* q_of(const AttentionParams& p, Query query, int head) {
-    return p.q + query.b * p.q_b + query.s * p.q_s + head * p.q_h;
+// Item: uint8_t of an e4m3 q.
+template <typename Item = bf16>
+__device__ __forceinline__ const Item* q_of(const AttentionParams& p, Query query, int head) {
+    return reinterpret_cast<const Item*>(p.q) + query.b * p.q_b + query.s * p.q_s + head * p.q_h;
 }
 __device__ __forceinline__ bf16* out_of(const AttentionParams& p, const Query& query, const int& head,
                                         const int& column = 0) {

@@ -39,6 +39,7 @@
 // bf16 rows are copied (cp.async) into the stage of a tile that all output warps are done with. FP8 rows are copied as
 // they lie in the cache into a ring that each output warp has for its own rows, some tiles ahead. From there the warp
 // widens them to bf16, once, after P.V of the tile two before has freed the stage. V4_FP8: scaled, which is exact.
+// PLAIN_FP8: not scaled, which is exact; the call's scale is a factor on logits and on results.
 // V32_FP8: not scaled, for a value times a float32 would be rounded. A score warp scales S where the columns of a scale
 // end: ((S_0 * c_0 / c_1) + S_1) * c_1. An output warp, whose columns have one scale, multiplies P by it; P is
 // float16 until then, so that it is rounded to bf16 once. That rounding is the same for all columns of a scale, and the
@@ -106,7 +107,7 @@ constexpr bool NEXT_Q_EARLY = NEXT_EARLY && !FP8;  // Q of the next split too
 constexpr bool MASK_IF_NEEDED = PV_BEHIND_QK;      // a branch, which costs more than it saves in small tiles
 // Where registers are short, the softmax's sums and maxima are in shared memory while they are not used.
 constexpr bool SUMS_IN_SHARED = !FOLDED && TILE_ROWS > 16 && HEADS == 64;
-constexpr int SCALE_COLUMNS = FP8 ? SCALE_TILE : 8;
+constexpr int SCALE_COLUMNS = NUM_SCALES > 0 ? SCALE_TILE : 8;
 constexpr float REF_SLACK = 8.0f;
 // V32_FP8: P is multiplied by scales and then rounded to bf16, and is held in f16 until then: rounded to bf16 twice, it
 // would be too coarse. References are this far below the logit that set them. So P is at most 2^15, which f16 can hold,
@@ -136,7 +137,8 @@ constexpr int RAW_BYTES = FP8 ? OUTPUT_WARPS * RAW_ROWS_BYTES : 0;
 constexpr int PARTS = ALL_GET_ALL ? 1 : GROUP_TILES - 1;  // m tiles that a score warp gives to others
 constexpr int PART_BYTES = PARTS * N_TILES * 512;         // of a warp
 constexpr int PART_BUFFER = SCORE_WARPS * PART_BYTES;
-constexpr int PART_BUFFERS = (TILE_ROWS > 16 ? FOLDED : !FP8) && HEADS > 32 ? 1 : 2;  // one where space is short
+constexpr int PART_BUFFERS =
+    (TILE_ROWS > 16 ? FP8 && D_QK > D_V : !FP8) && HEADS > 32 ? 1 : 2;  // one where space is short
 constexpr int P_BYTES = M_TILES * K_TILES * 512;
 constexpr int Q_BYTES = SCORE_WARPS * Q_IN_SHARED * GROUP_TILES * 512;
 constexpr int VALID_TILES = 2 * NOTED_TILES;
@@ -167,6 +169,7 @@ struct SmallOf {
     alignas(4) bool next_ends_item;
     int first_marked;  // w.begin, as it were: with it, marked tiles of the extra list begin at w.main_tiles
     alignas(4) uint8_t marks[DENSE ? 4 : MARKED_TILES / 8];  // bits of tiles; a lane reads a word
+    float logit_scale;                                       // SCALE_OF_CALL: what logits are multiplied by
     int partials;                                 // partial results of other CTAs that are merged with the split's
     float top[HEADS], factor_of_partials[HEADS];  // of the merge: reference, and factor of all O relative to it
     Share<THREADS> share;
@@ -555,17 +558,23 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
     Small& sm = small();
     const uint32_t from = raw_rows(r.warp, raw_stage);
     const int first = r.warp * COPIED_ROWS;
-    // A lane widens a chunk of 8 values of each part of a row. Where the chunks do not fill the last part (V4_FP8), its
-    // other lanes have the chunks of the bf16 columns.
-    constexpr int CHUNKS = D_NOPE / 8, PARTS_OF_ROW = ceil_div(CHUNKS, 32), AT_ONCE = FOLDED ? 2 : 1;
-    constexpr bool ROPE_WITH = CHUNKS % 32 != 0;
+    // A lane widens a chunk of 8 values of each part of V. Where the chunks do not fill the last part (V4_FP8), its other
+    // lanes have the chunks of the bf16 columns.
+    constexpr int CHUNKS = (D_NOPE < D_V ? D_NOPE : D_V) / 8, PARTS_OF_ROW = D_V / 256, AT_ONCE = FOLDED ? 2 : 1;
+    constexpr bool ROPE_WITH = D_NOPE < D_V;
+    constexpr bool END = D_QK > D_V, END_CODED = D_NOPE > D_V;  // there are columns behind V, bf16 ones or e4m3
     static_assert(!ROPE_WITH || CHUNKS + D_ROPE / 8 == 32 * PARTS_OF_ROW, "");
-    // Loaded first: V32_FP8's bf16 columns, a chunk a lane, and scales.
-    const int rope_row = r.lane / 8 % COPIED_ROWS, rope_chunk = r.lane % 8;
+    static_assert(!END || D_QK - D_V == 64, "a chunk a lane");
+    // Loaded first: the columns behind V, a chunk a lane, and V32_FP8's scales.
+    const int end_row = r.lane / 8 % COPIED_ROWS, end_chunk = r.lane % 8;
     const int scale_row = r.lane / 4 % COPIED_ROWS, number = r.lane % 4;
-    Vec16 rope;
+    Vec16 end;
     float scale;
-    if (!ROPE_WITH) rope = load_shared_16(from + rope_row * Row::STAGED_BYTES + int(ROPE_OFFSET) + 16 * rope_chunk);
+    if (END_CODED) {
+        end = dequantize_8(load_shared_8(from + end_row * Row::STAGED_BYTES + D_V + 8 * end_chunk), 1.0f);
+    } else if (END) {
+        end = load_shared_16(from + end_row * Row::STAGED_BYTES + int(ROPE_OFFSET) + 16 * end_chunk);
+    }
     if (FOLDED) {
         scale = __uint_as_float(load_shared_4(from + scale_row * Row::STAGED_BYTES + int(SCALE_OFFSET) + 4 * number));
     }
@@ -583,7 +592,8 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
                 const uint32_t at = line + (rope ? int(ROPE_OFFSET) + 16 * (chunk - CHUNKS) : 8 * chunk);
                 codes[i][part] = load_shared_8(at);
                 if (ROPE_WITH && part == PARTS_OF_ROW - 1) more[i] = load_shared_8(at + (rope ? 8 : 0));
-                if (!FOLDED) scales[i][part] = load_shared_byte(line + ROW_STRIDE + chunk / (SCALE_COLUMNS / 8));
+                if (NUM_SCALES > 0 && !FOLDED)
+                    scales[i][part] = load_shared_byte(line + ROW_STRIDE + chunk / (SCALE_COLUMNS / 8));
             }
         }
 #pragma unroll
@@ -592,14 +602,14 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
             for (int part = 0; part < PARTS_OF_ROW; ++part) {
                 const int chunk = 32 * part + r.lane;
                 const Vec8 c = codes[i][part];
-                Vec16 values = dequantize_8(c, FOLDED ? 1.0f : ue8m0_to_float(scales[i][part]));
+                Vec16 values = dequantize_8(c, FOLDED || SCALE_OF_CALL ? 1.0f : ue8m0_to_float(scales[i][part]));
                 if (ROPE_WITH && chunk >= CHUNKS) values = {c.x, c.y, more[i].x, more[i].y};
                 store_shared_16(chunk_address(stage_address(stage), first + begin + i, chunk), values);
             }
         }
     }
-    if (!ROPE_WITH && r.lane / 8 < COPIED_ROWS)
-        store_shared_16(chunk_address(stage_address(stage), first + rope_row, CHUNKS + rope_chunk), rope);
+    if (END && r.lane / 8 < COPIED_ROWS)
+        store_shared_16(chunk_address(stage_address(stage), first + end_row, CHUNKS + end_chunk), end);
     if constexpr (FOLDED) {
         const float next = least_scale(scale, __shfl_down_sync(~0u, scale, 1));
         if (r.lane < 4 * COPIED_ROWS) {
@@ -614,9 +624,17 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
 
 // --- Q --------------------------------------------------------------------------------------------------------
 
+// Two values of Q as bf16. ALIGNED: at a multiple of 4 bytes.
 template <bool ALIGNED>
 __device__ __forceinline__ uint32_t load_q_pair(const bf16* q) {
     return ALIGNED ? *reinterpret_cast<const uint32_t*>(q) : q[0] | uint32_t(q[1]) << 16;
+}
+// The same of e4m3, wherever they are.
+template <bool>
+__device__ __forceinline__ uint32_t load_q_pair(const uint8_t* q) {
+    float v[4];
+    e4m3x4_to_float(q[0] | uint32_t(q[1]) << 8, v);
+    return pack_bf16x2(v[0], v[1]);
 }
 
 // Where fragment (step, m) of a score warp's Q in shared memory is, for this lane.
@@ -628,18 +646,18 @@ __device__ __forceinline__ uint32_t q_fragment(const Role& r, int step, int m) {
 using QRegisters = uint32_t[Q_IN_REGISTERS][GROUP_TILES][4];
 
 // Load a score warp's Q into registers and shared memory. Heads beyond h_q repeat the last one, so that no load stands
-// behind a branch: they are all on their way at once.
-template <bool ALIGNED>
+// behind a branch: they are all on their way at once. Item: bf16, or uint8_t of e4m3.
+template <typename Item, bool ALIGNED>
 __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem& w, QRegisters& q) {
     const Role r = Role::here();
-    const bf16* lines[GROUP_TILES][2];
+    const Item* lines[GROUP_TILES][2];
 #pragma unroll
     for (int m = 0; m < GROUP_TILES; ++m) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int head = w.first_head + 16 * r.tile_of_cta(m) + r.g + 8 * i;
             const int line = min(head, p.h_q - 1);
-            lines[m][i] = q_of(p, query_at(p, w.query, line), head_at(p, line)) + 2 * r.t;
+            lines[m][i] = q_of<Item>(p, query_at(p, w.query, line), head_at(p, line)) + 2 * r.t;
         }
     }
     const int columns = r.slice() * (D_V / SLICES), last_columns = D_V + r.slice() * ((D_QK - D_V) / SLICES);
@@ -900,7 +918,7 @@ struct Probabilities {
 
     // Scale the logits, -inf where a row is not valid. Find the highest.
     __device__ __forceinline__ void mask(const AttentionParams& p, int tile) {
-        const float scale_log2 = p.scale_log2;
+        const float scale_log2 = SCALE_OF_CALL ? small().logit_scale : p.scale_log2;
         const uint8_t* valid = small().valid[tile % VALID_TILES];
         const Role r = Role::here();
         const bool masked = !MASK_IF_NEEDED || !__all_sync(~0u, valid[r.lane % TILE_ROWS]);
@@ -1022,6 +1040,7 @@ __device__ __forceinline__ void finish_heads(const AttentionParams& p, const Sof
         }
         const HeadResult result = {max, log2_sum_exp(top, sum)};
         float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+        if (SCALE_OF_CALL) factor *= load_call_scale(p.k_scale);
         if (head < p.h_q) {
             if (in_shares(p) || p.num_splits == 1) {
                 if (sum != 0.0f) factor *= sink_factor(p, head_at(p, head), result.lse);
@@ -1041,10 +1060,12 @@ __device__ __forceinline__ void finish_heads(const AttentionParams& p, const Sof
 }
 
 __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem& w, QRegisters& q) {
-    if (p.flags & ALIGNED_Q) {
-        load_q<true>(p, w, q);
+    if (SCALE_OF_CALL && p.flags & E4M3_Q) {
+        load_q<uint8_t, false>(p, w, q);
+    } else if (p.flags & ALIGNED_Q) {
+        load_q<bf16, true>(p, w, q);
     } else {
-        load_q<false>(p, w, q);
+        load_q<bf16, false>(p, w, q);
     }
 }
 
@@ -1427,6 +1448,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_c
     // What the splits have in common is in shared memory: registers are short.
     if (threadIdx.x == 0) {
         sm.turn = -1;
+        if (SCALE_OF_CALL) sm.logit_scale = p.scale_log2 * load_call_scale(p.q_scale) * load_call_scale(p.k_scale);
         sm.next_stage = sm.next_phase = 0;
         sm.anew = false;
         if (NEXT_EARLY && num_turns(p) > 0) find_split(p, 0);

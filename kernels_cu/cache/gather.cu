@@ -1,10 +1,11 @@
-// Copies requests' tokens out of a paged V32_FP8 cache into consecutive bf16 rows.
+// Copies requests' tokens out of a paged FP8 cache of models of V3.2's kind into consecutive bf16 rows.
 //
 //   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
 //   one warp     4 tokens at a time
 //     find       lane l looks up token l % 4: request (bisection), block table, where from and where to
-//     load       NoPE: 2 x 8 bytes of e4m3 of each row a lane, consecutive lanes consecutive bytes, and their scales
-//                RoPE: 16 bytes of one of the 4 rows a lane; 17 loads are under way in every lane
+//     load       V: 2 x 8 bytes of e4m3 of each row a lane, consecutive lanes consecutive bytes, and their scales
+//                the 64 values behind V, if there are: 8 of one of the 4 rows a lane, bf16, or e4m3 (PLAIN_FP8).
+//                V32_FP8: 17 loads are under way in every lane
 //     store      8 e4m3 become 16 bytes of bf16. A lane loads 8 bytes at a time, not 16, so that the 16-byte stores of
 //                neighbouring lanes stand side by side
 //
@@ -28,13 +29,17 @@ struct GatherParams {
     int64_t dst_stride;       // items
     int64_t dst_rows;
     int32_t num_blocks;
-    int32_t aligned;  // rows of dst start at multiples of 16 bytes
+    int32_t aligned;    // rows of dst start at multiples of 16 bytes
+    CallScale k_scale;  // PLAIN_FP8: the scale of all rows
 };
 
 constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
-constexpr int TURNS = D_NOPE / (32 * CHUNK);  // loads of a row a lane makes
-constexpr int ROPE_CHUNKS = D_ROPE / CHUNK;
-static_assert(D_NOPE % (32 * CHUNK) == 0 && ROPE_CHUNKS * ROWS == 32, "every lane has as many values");
+constexpr int TURNS = D_V / (32 * CHUNK);                   // loads of a row a lane makes
+constexpr int END_CHUNKS = (D_QK - D_V) / CHUNK;            // behind V
+constexpr bool END_CODED = END_CHUNKS > 0 && D_NOPE > D_V;  // they are e4m3
+static_assert(D_V % (32 * CHUNK) == 0 && (END_CHUNKS == 0 || END_CHUNKS * ROWS == 32),
+              "every lane has as many values");
+static_assert(D_NOPE == (END_CODED ? D_QK : D_V), "all of V is e4m3");
 
 __shared__ RequestTokens<THREADS> tokens;
 
@@ -77,14 +82,19 @@ __device__ __forceinline__ void copy_rows(const GatherParams& p, const Copy& min
             scale[r][i] = 0.0f;
             if (from == nullptr) continue;
             nope[r][i] = *reinterpret_cast<const Vec8*>(from + value);
-            scale[r][i] = load_scale(scales, value / SCALE_TILE);
+            scale[r][i] = scale_of_value(p.k_scale, scales, value);
         }
     }
-    const uint8_t* rope_from = shuffle_pointer(mine.from.data, lane / ROPE_CHUNKS);
-    bf16* rope_to = shuffle_pointer(mine.to, lane / ROPE_CHUNKS);
-    const int rope_chunk = lane % ROPE_CHUNKS;
-    Vec16 rope = {0, 0, 0, 0};
-    if (rope_from != nullptr) rope = *reinterpret_cast<const Vec16*>(rope_from + ROPE_OFFSET + 16 * rope_chunk);
+    const int end_row = lane / max(END_CHUNKS, 1) % ROWS, end_chunk = lane % max(END_CHUNKS, 1);
+    const uint8_t* end_from = shuffle_pointer(mine.from.data, end_row);
+    bf16* end_to = shuffle_pointer(mine.to, end_row);
+    Vec16 end = {0, 0, 0, 0};
+    if (END_CODED && end_from != nullptr) {
+        const Vec8 codes = *reinterpret_cast<const Vec8*>(end_from + D_V + end_chunk * CHUNK);
+        end = dequantize_8(codes, scale_of_value(p.k_scale, nullptr, D_V));
+    } else if (END_CHUNKS > 0 && end_from != nullptr) {
+        end = *reinterpret_cast<const Vec16*>(end_from + ROPE_OFFSET + 16 * end_chunk);
+    }
 
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -96,7 +106,7 @@ __device__ __forceinline__ void copy_rows(const GatherParams& p, const Copy& min
             store_chunk(to + (i * 32 + lane) * CHUNK, values, p.aligned);
         }
     }
-    if (rope_to != nullptr) store_chunk(rope_to + D_NOPE + rope_chunk * CHUNK, rope, p.aligned);
+    if (END_CHUNKS > 0 && end_to != nullptr) store_chunk(end_to + D_V + end_chunk * CHUNK, end, p.aligned);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_constant__ GatherParams p) {

@@ -2,18 +2,19 @@
 //
 //   one warp     4 tokens
 //     load       a latent row is 64 chunks of 8 values, two a lane: chunk `lane` and chunk 32 + lane. The RoPE values
-//                of the 4 tokens (V32_FP8 and BF16: from k_pe) are 32 chunks, one a lane. All loads are under way at
+//                of the 4 tokens (rows of 576: from k_pe) are 32 chunks, one a lane. All loads are under way at
 //                once
 //     find       lane l finds where token l % 4 goes: one division of a slot for 4 tokens
 //     quantize   a scale tile is 16 lanes (V32_FP8, 128 values) or 8 lanes (V4_FP8, 64 values) of either half of the
 //                row. The largest magnitudes of two scale tiles, one of each half, are found by shuffles in one
-//                register
+//                register. PLAIN_FP8: the call's scale for all, the RoPE values too
 //     store      8 bytes of e4m3 or 16 of bf16 a chunk, side by side with the neighbours' chunks
 //                V4_FP8: the last 8 chunks are RoPE and stay bf16
 //
 // ALIGNED: all arrays allow 16-byte accesses. It is known at compile time: where a load may be one wide load or eight
 // narrow ones, the compiler waits for it before it starts the next one, and the eight take registers. No shared memory.
 // Tokens are skipped whose slot is negative or beyond the cache.
+#include "rows/call_scale.cuh"
 #include "rows/chunk.cuh"
 #include "rows/place.cuh"
 #include "rows/quantize.cuh"
@@ -34,20 +35,31 @@ struct PackParams {
     int32_t num_tokens;
     int32_t power_of_two;  // V32_FP8: round scales up to powers of two
     int32_t unused;
+    CallScale k_scale;  // PLAIN_FP8: the scale of all rows
 };
 
 constexpr int ROWS = 4, WARPS = TOKENS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
-constexpr int ROPE_CHUNKS = D_ROPE / CHUNK;
-constexpr bool ROPE_APART = D_QK > D_V;
-static_assert(ROPE_CHUNKS * ROWS == 32, "the RoPE values of a warp's tokens are a chunk a lane");
+constexpr bool ROPE_APART = D_QK > D_V, ROPE_CODED = D_NOPE > D_V;
+constexpr int ROPE_CHUNKS = 32 / ROWS;  // a chunk a lane, of a warp's tokens
+static_assert(!ROPE_APART || D_QK - D_V == ROPE_CHUNKS * CHUNK, "");
 
-#if NUM_SCALES == 0
+#if !QUANTIZED_ROWS
 
 __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<int64_t>& to, const Vec16& first,
                                             const Vec16& second) {
     bf16* row = reinterpret_cast<bf16*>(p.cache + to.data) + threadIdx.x % 32 * CHUNK;
     store_chunk(row, first, ALIGNED);
     store_chunk(row + 32 * CHUNK, second, ALIGNED);
+}
+
+#elif SCALE_OF_CALL
+
+__device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<int64_t>& to, const Vec16& first,
+                                            const Vec16& second) {
+    const float scale = load_call_scale(p.k_scale);
+    uint8_t* row = p.cache + to.data + threadIdx.x % 32 * CHUNK;
+    *reinterpret_cast<Vec8*>(row) = quantize_8(first, scale);
+    *reinterpret_cast<Vec8*>(row + 32 * CHUNK) = quantize_8(second, scale);
 }
 
 #else
@@ -91,8 +103,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1) pack(cons
 
     const RowPlace<int64_t> mine = place_of_slot(slot, p.num_slots, p.block_size, p.block_stride, p.row_stride);
     const int64_t rope_to = __shfl_sync(~0u, mine.data, rope_row);
-    if (ROPE_APART && rope_to >= 0)
+    if (ROPE_CODED && rope_to >= 0) {
+        *reinterpret_cast<Vec8*>(p.cache + rope_to + D_V + rope_chunk * CHUNK) =
+            quantize_8(rope, load_call_scale(p.k_scale));
+    } else if (ROPE_APART && rope_to >= 0) {
         store_chunk(reinterpret_cast<bf16*>(p.cache + rope_to + ROPE_OFFSET) + rope_chunk * CHUNK, rope, ALIGNED);
+    }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         RowPlace<int64_t> to = {__shfl_sync(~0u, mine.data, r), 0};

@@ -5,6 +5,7 @@
 //
 // A value is a byte or two bytes, so rows may start anywhere. Slots that are negative or beyond the cache become rows of
 // zeros. No shared memory.
+#include "rows/call_scale.cuh"
 #include "rows/integers.cuh"
 #include "rows/place.cuh"
 #include "rows/scales.cuh"
@@ -21,23 +22,25 @@ struct UnpackParams {
     int64_t num_rows;
     int32_t block_size;
     int32_t unused;
+    CallScale k_scale;  // PLAIN_FP8: the scale of all rows
 };
 
 constexpr int THREADS = 32 * ROWS_PER_BLOCK;
 
-#if NUM_SCALES == 0
+#if !QUANTIZED_ROWS
 
-__device__ __forceinline__ float value_at(const uint8_t* data, const uint8_t*, int value) {
+__device__ __forceinline__ float value_at(const UnpackParams&, const uint8_t* data, const uint8_t*, int value) {
     return bf16_to_float(reinterpret_cast<const bf16*>(data)[value]);
 }
 
 #else
 
-__device__ __forceinline__ float value_at(const uint8_t* data, const uint8_t* scales, int value) {
+__device__ __forceinline__ float value_at(const UnpackParams& p, const uint8_t* data, const uint8_t* scales,
+                                          int value) {
     if (value >= D_NOPE) return bf16_to_float(reinterpret_cast<const bf16*>(data + ROPE_OFFSET)[value - D_NOPE]);
     float v[4];
     e4m3x4_to_float(data[value], v);
-    return multiply_exactly(v[0], load_scale(scales, value / SCALE_TILE));
+    return multiply_exactly(v[0], scale_of_value(p.k_scale, scales, value));
 }
 
 #endif
@@ -52,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) unpack(const __grid_consta
 #pragma unroll
     for (int i = 0; i < D_QK / 32; ++i) {
         const int value = i * 32 + lane;
-        to[value] = from.data < 0 ? 0.0f : value_at(p.cache + from.data, p.cache + from.scales, value);
+        to[value] = from.data < 0 ? 0.0f : value_at(p, p.cache + from.data, p.cache + from.scales, value);
     }
 }
 

@@ -1,15 +1,19 @@
-// Copies requests' tokens out of the indexer's paged key cache (layout INDEXER_FP8) into consecutive keys and scales.
+// Copies requests' tokens out of the indexer's paged key cache (layout INDEXER_FP8 or INDEXER_MXFP4) into consecutive keys
+// and scales.
 //
 //   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
 //   one warp     16 tokens at a time
 //     find       lane l looks up token l % 16: request (bisection), block table, where from
-//     copy       8 lanes a token, 16 bytes of keys each: 4 loads under way in every lane, then 4 stores
-//                lane l < 16 copies the scale of token l
+//     copy       8 lanes a token, 16 bytes of keys each: 4 loads under way in every lane, then 4 stores (MXFP4: 4 lanes, 2)
+//                lane l < 16 copies the 4 bytes of scales of token l
+//     WIDEN      MXFP4 to e4m3 and a float32 scale (rows/mxfp4.cuh says what is exact): 8 lanes a token, 8 bytes of keys
+//                in and 16 out
 //
 // ALIGNED: both sides allow 16-byte accesses. (They always allow 4-byte ones.) It is known at compile time: where a load
 // may be one wide load or four narrow ones, the compiler waits for it before it starts the next one. A token whose block
 // does not exist becomes zeros. Nothing is written beyond dst. Shared memory: 8 bytes a thread.
 #include "rows/block_table.cuh"
+#include "rows/mxfp4.cuh"
 #include "rows/place.cuh"
 #include "tile/request_tokens.cuh"
 
@@ -17,8 +21,8 @@
 struct GatherKeysParams {
     BlockTable table;
     const uint8_t* cache;
-    uint8_t* keys;               // [rows, 128]
-    float* scales;               // [rows]
+    uint8_t* keys;               // [rows, OUT_BYTES]
+    uint32_t* scales;            // [rows]: float32, or the bytes of four UE8M0
     const int32_t* cu_seq_lens;  // [num_requests + 1]
     int64_t block_stride;        // bytes
     int64_t keys_stride;
@@ -28,7 +32,8 @@ struct GatherKeysParams {
 };
 
 constexpr int TOKENS = 16, WARPS = TOKENS_PER_BLOCK / TOKENS, THREADS = 32 * WARPS;
-constexpr int LANES = ROW_STRIDE / 16;       // that share a token's keys
+constexpr int OUT_BYTES = WIDEN ? 128 : ROW_STRIDE;
+constexpr int LANES = OUT_BYTES / 16;        // that share a token's keys
 constexpr int ROUNDS = TOKENS * LANES / 32;  // of loads
 
 __shared__ RequestTokens<THREADS> tokens;
@@ -63,10 +68,21 @@ __device__ __forceinline__ Token find_token(const GatherKeysParams& p, int first
     return token;
 }
 
+// What a lane stores 16 bytes of; WIDEN: 8 bytes, the others are zeros.
 __device__ __forceinline__ Vec16 load_keys(const uint8_t* from) {
-    if (ALIGNED) return *reinterpret_cast<const Vec16*>(from);
+    if (ALIGNED && !WIDEN) return *reinterpret_cast<const Vec16*>(from);
     const auto* w = reinterpret_cast<const uint32_t*>(from);
+    if (WIDEN) return {w[0], w[1], 0, 0};
     return {w[0], w[1], w[2], w[3]};
+}
+
+// Of lane number `lane` of a token whose four scales these are.
+__device__ __forceinline__ Vec16 widen(const Vec16& codes, uint32_t scales, int lane) {
+    constexpr int LANES_OF_GROUP = MXFP4_GROUP / 16;
+    const uint32_t scale = scales >> lane / LANES_OF_GROUP * 8 & 255;
+    const Magnitudes of = magnitudes_of(largest_scale(scales) - scale);
+    const Vec8 low = widen_e2m1_8(codes.x, of), high = widen_e2m1_8(codes.y, of);
+    return {low.x, low.y, high.x, high.y};
 }
 
 __device__ __forceinline__ void store_keys(uint8_t* to, const Vec16& v) {
@@ -81,20 +97,25 @@ __device__ __forceinline__ void store_keys(uint8_t* to, const Vec16& v) {
 __device__ __forceinline__ void copy_tokens(const GatherKeysParams& p, const Token& mine) {
     const int lane = threadIdx.x % 32;
     Vec16 keys[ROUNDS];
-    const float scale = mine.scale != nullptr ? *reinterpret_cast<const float*>(mine.scale) : 0.0f;
+    uint32_t scales = mine.scale != nullptr ? *reinterpret_cast<const uint32_t*>(mine.scale) : 0;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         const auto from = reinterpret_cast<const uint8_t*>(
             __shfl_sync(~0u, reinterpret_cast<uint64_t>(mine.from), (i * 32 + lane) / LANES));
         keys[i] = {0, 0, 0, 0};
-        if (from != nullptr) keys[i] = load_keys(from + lane % LANES * 16);
+        if (from != nullptr) keys[i] = load_keys(from + lane % LANES * (ROW_STRIDE / LANES));
     }
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         const int64_t row = __shfl_sync(~0u, mine.row, (i * 32 + lane) / LANES);
+        if constexpr (WIDEN) keys[i] = widen(keys[i], __shfl_sync(~0u, scales, (i * 32 + lane) / LANES), lane % LANES);
         if (row >= 0) store_keys(p.keys + row * p.keys_stride + lane % LANES * 16, keys[i]);
     }
-    if (lane < TOKENS && mine.row >= 0) p.scales[mine.row] = scale;
+    if constexpr (WIDEN) {
+        const float factor = factor_of_scales(largest_scale(scales));
+        scales = mine.scale != nullptr ? __float_as_uint(factor) : 0;
+    }
+    if (lane < TOKENS && mine.row >= 0) p.scales[mine.row] = scales;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather_keys(const __grid_constant__ GatherKeysParams p) {

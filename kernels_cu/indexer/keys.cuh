@@ -4,8 +4,11 @@
 // ... their 16-byte chunks t and t + 4. The order of k is free as long as both operands agree: in mma step 2 h + s, of 32
 // values, k = 4 t + e and 16 + 4 t + e are values 64 h + 16 t + 8 s + e and + 4 + e: words 2 s and 2 s + 1 of chunk
 // 4 h + t.
+//
+// MXFP4 keys become e4m3 ones on the way (rows/mxfp4.cuh says what is exact): such a chunk is 8 bytes of codes.
 #pragma once
 #include "indexer/work.cuh"
+#include "rows/mxfp4.cuh"
 
 // Where to look for a key. It comes from the block table, which is read some time before the key is.
 struct KeyBlock {
@@ -16,15 +19,23 @@ struct KeyBlock {
 __device__ __forceinline__ KeyBlock block_of_key(const LogitsWork& p, int request, int key, int end) {
     if constexpr (!PAGED) return {};
     if (key >= end) return {-1, 0};
-    const Position at = find_position(p.table, key);
-    return {at.column < 0 ? -1 : p.table.blocks[request * p.table.stride + at.column], at.offset};
+    int row = request, position = key;
+    if constexpr (CANDIDATES) {
+        const int32_t candidate = p.candidates[request * p.candidates_stride + key / CANDIDATE_BLOCK];
+        row = p.req_id[request];
+        position = candidate * CANDIDATE_BLOCK + key % CANDIDATE_BLOCK;
+        const bool exists = uint32_t(candidate) <= 0x7fffffffu / CANDIDATE_BLOCK && position < p.ends[request];
+        if (!exists || !has_request(p.table, row)) return {-1, 0};
+    }
+    const Position at = find_position(p.table, position);
+    return {at.column < 0 ? -1 : p.table.blocks[row * p.table.stride + at.column], at.offset};
 }
 
 // Where a key stands, in bytes from the first one; -1: there is none. It is an offset: of a pointer that comes from another
 // lane the compiler does not know that it points to global memory.
 struct KeyPlace {
     int64_t data;
-    const float* scale;
+    const float* scale;  // MXFP4: four bytes
 };
 
 __device__ __forceinline__ KeyPlace place_of_key(const LogitsParams& p, const KeyBlock& at, int key, int end) {
@@ -43,6 +54,13 @@ __device__ __forceinline__ Vec16 load_chunk_of_key(const uint8_t* from) {
     return {w[0], w[1], w[2], w[3]};
 }
 
+// Eight bytes of codes.
+__device__ __forceinline__ Vec8 load_codes_of_key(const uint8_t* from) {
+    if constexpr (ALIGNED) return *reinterpret_cast<const Vec8*>(from);
+    const auto* w = reinterpret_cast<const uint32_t*>(from);
+    return {w[0], w[1]};
+}
+
 // A lane's part of 8 * ROWS keys. Where a key does not exist, its chunks keep what was there before.
 template <int ROWS>
 struct Keys {
@@ -55,6 +73,10 @@ struct Keys {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const KeyPlace place = place_of_key(p, at, mine, end);
         exists = place.data >= 0;
+        if constexpr (MXFP4) {
+            load_mxfp4(p.keys, place, lane);
+            return;
+        }
         scale = exists ? *place.scale : 0.0f;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -62,6 +84,32 @@ struct Keys {
             if (from >= 0) {
                 chunk[i][0] = load_chunk_of_key(p.keys + from + 16 * t);
                 chunk[i][1] = load_chunk_of_key(p.keys + from + 16 * t + 64);
+            }
+        }
+    }
+
+  private:
+    __device__ __forceinline__ void load_mxfp4(const uint8_t* keys, const KeyPlace& place, int lane) {
+        const int g = lane / 4, t = lane % 4;
+        const uint32_t scales = exists ? *reinterpret_cast<const uint32_t*>(place.scale) : 0;
+        Vec8 codes[ROWS][2] = {};
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int64_t from = __shfl_sync(~0u, place.data, g + 8 * i);
+            if (from >= 0) {
+                codes[i][0] = load_codes_of_key(keys + from + 8 * t);
+                codes[i][1] = load_codes_of_key(keys + from + 8 * t + 32);
+            }
+        }
+        scale = factor_of_scales(largest_scale(scales));
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const uint32_t of_key = __shfl_sync(~0u, scales, g + 8 * i), largest = largest_scale(of_key);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Magnitudes of = magnitudes_of(largest - (of_key >> (2 * half + t / 2) * 8 & 255));
+                const Vec8 low = widen_e2m1_8(codes[i][half].x, of), high = widen_e2m1_8(codes[i][half].y, of);
+                chunk[i][half] = {low.x, low.y, high.x, high.y};
             }
         }
     }

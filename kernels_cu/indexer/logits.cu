@@ -8,6 +8,9 @@
 //              and over the four lanes of a quad: each lane is left with one key, and stores its logit
 //   end        -inf for the keys that no unit covers, if asked
 //
+// MXFP4: keys are widened to e4m3 when they are read (keys.cuh); queries are e4m3 in any case. CANDIDATES: a query sees blocks
+// of 8 keys of its own (work.cuh).
+//
 // COMPACT: a row of results starts at the first key that its query sees. It has no place for keys that the query does not
 // see.
 //

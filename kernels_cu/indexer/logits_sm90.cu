@@ -21,6 +21,13 @@
 // that each ends with the logits of one key, for every second query. The columns of two queries stand in an order that
 // makes half of these exchanges simple (QueryHead).
 //
+// MXFP4: the ring holds codes. Each math warpgroup widens the keys of its unit to e4m3 (rows/mxfp4.cuh says what is exact),
+// in registers: as A operands. A lane has a quarter of a key's 128 values, those of one group, which stand side by side: of
+// each it gives an eighth to every step of k. The order of k is free as long as both operands agree: copy_queries stores
+// the queries' words in it. Codes are free for the next unit before the multiplication begins.
+//
+// CANDIDATES: a query token sees blocks of 8 keys of its own (work.cuh), found in a list. A tile has one query.
+//
 // COMPACT rows of results start at the first key that their query sees; what it does not see has no place in them.
 //
 // SCHEDULED: a schedule (schedule.cuh) tells a CTA its share and where the share's first keys stand. The producer has
@@ -28,7 +35,7 @@
 // table first. A call by a schedule is short, and much of its time is what a CTA does once: so its producer has few
 // instructions, and what is rare stands behind the rest.
 //
-// Shared memory: two slots of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes and their scales.
+// Shared memory: two slots of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes (MXFP4: 64) and their scales.
 #include "indexer/keys.cuh"
 #include "indexer/schedule.cuh"
 #include "ptx/arithmetic.cuh"
@@ -58,11 +65,12 @@ constexpr int WARPS_TILES = 128;       // up to so many tiles of decode, each pr
 constexpr int ROWS = QUERIES * HEADS;  // columns of wgmma
 constexpr int TILE_QUERIES = TOGETHER ? QUERIES * WARPGROUPS : QUERIES;
 constexpr int TILE_ROWS = TILE_QUERIES * HEADS;
-constexpr int STAGE_BYTES = UNIT * KEY_BYTES, SLOT_BYTES = TILE_ROWS * KEY_BYTES;
+constexpr int STAGE_BYTES = UNIT * KEY_BYTES, SLOT_BYTES = TILE_ROWS * QUERY_BYTES;
 constexpr int LINE_GROUP = 8 * LINE_BYTES;  // what the swizzle repeats after
 constexpr int SLOTS = 2;
 static_assert(HEADS % 32 == 0, "");
 static_assert(!SCHEDULED || PAGED && !TOGETHER, "a request is a tile");
+static_assert(!MXFP4 && !CANDIDATES || PAGED && !TOGETHER && !SCHEDULED && !UNDERWAY, "decode without a schedule");
 // Math warpgroups, which have nothing else to do yet, copy a CTA's first queries, while producers copy keys.
 constexpr bool FILLS_FIRST = TOGETHER;
 
@@ -74,8 +82,8 @@ static_assert(STAGES > UNDERWAY * PRODUCERS && STAGES >= PRODUCERS, "");
 // Registers of a thread. More than the CTA was given at its launch would never come free: the last warpgroup that asks
 // would wait for ever.
 constexpr bool MOVES_REGISTERS = CTAS_PER_SM == 1;
-constexpr int PRODUCER_REGISTERS = WARPGROUPS == 4 ? 32 : WARPGROUPS == 3 ? 80 : 72;
-constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 216 : WARPGROUPS == 3 ? 144 : 112;
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 4 ? (MXFP4 ? 64 : 32) : WARPGROUPS == 3 ? 80 : 72;
+constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 216 : WARPGROUPS == 3 ? 144 : MXFP4 ? 104 : 112;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 static_assert(!MOVES_REGISTERS ||
                   128 * (WARPGROUPS * MATH_REGISTERS + PRODUCER_REGISTERS) <= THREADS * LAUNCH_REGISTERS,
@@ -207,7 +215,14 @@ __device__ __forceinline__ void copy_queries(const LogitsParams& p, const QueryT
     constexpr int ROWS_AT_ONCE = 128 / 8, HEADS_AT_ONCE = ROWS_AT_ONCE / GROUP;
     const auto [own_query, own_head] = QueryHead::of_row(thread / 8);
     const int chunk = thread % 8, first_row = first * HEADS, count = tile.count - first;
-    uint32_t to = swizzled(slot_rows(slot), first_row + thread / 8, chunk);
+    // MXFP4: words of k in the order in which lanes have those of keys. Word 8 t + 2 s + i, of which lane t has the keys',
+    // is word t of chunk 2 s + i.
+    constexpr int PARTS = MXFP4 ? 4 : 1, PART_BYTES = 16 / PARTS;
+    uint32_t to[PARTS];
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i)
+        to[i] = MXFP4 ? swizzled(slot_rows(slot), first_row + thread / 8, chunk % 2 * 4 + i) + chunk / 2 * 4
+                      : swizzled(slot_rows(slot), first_row + thread / 8, chunk);
     const uint8_t* query_row = p.q8 + tile.request * p.q_request + (tile.first + first + own_query) * p.q_query +
                                own_head * p.q_head + 16 * chunk;
 #pragma unroll 1
@@ -215,8 +230,16 @@ __device__ __forceinline__ void copy_queries(const LogitsParams& p, const QueryT
         const uint8_t* from = query_row;
 #pragma unroll
         for (int i = 0; i < HEADS; i += HEADS_AT_ONCE) {
-            cp_async_16(to, from, query < count && own_head + i < p.heads);
-            to += ROWS_AT_ONCE * LINE_BYTES;
+            const bool exists = query < count && own_head + i < p.heads;
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                if constexpr (MXFP4) {
+                    cp_async_4(to[part], from + part * PART_BYTES, exists);
+                } else {
+                    cp_async_16(to[part], from, exists);
+                }
+                to[part] += ROWS_AT_ONCE * LINE_BYTES;
+            }
             from += HEADS_AT_ONCE * p.q_head;
         }
         query_row += GROUP * p.q_query;
@@ -250,12 +273,14 @@ __device__ __forceinline__ uint64_t policy_of_keys(const LogitsParams& p) {
 __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlocks& blocks, int first, int end,
                                           int stage, int lane, uint64_t policy) {
     Small& sm = small();
-    const int row = lane / 8, chunk = lane % 8;  // of four rows that the warp copies at a time
-    const uint32_t to = stage_rows(stage) + row * LINE_BYTES;
-    const uint32_t to_chunk[2] = {to + swizzle(row, chunk), to + swizzle(row + 4, chunk)};
+    constexpr int CHUNKS = KEY_BYTES / 16, ROWS_AT_ONCE = 32 / CHUNKS, TIMES = UNIT / ROWS_AT_ONCE;
+    const int row = lane / CHUNKS, chunk = lane % CHUNKS;  // of the rows that the warp copies at a time
+    const uint32_t to = stage_rows(stage) + row * KEY_BYTES;
+    const uint32_t to_chunk[2] = {to + (MXFP4 ? 16 * chunk : swizzle(row, chunk)),
+                                  to + (MXFP4 ? 16 * chunk : swizzle(row + 4, chunk))};
     const uint32_t scales = shared_address(sm.scales[stage]) + 4 * lane;
     const auto copy_row = [&](int i, const uint8_t* from, bool exists) {
-        const uint32_t there = to_chunk[i % 2] + 4 * i * LINE_BYTES;
+        const uint32_t there = to_chunk[i % 2] + i * ROWS_AT_ONCE * KEY_BYTES;
         if constexpr (KEYS_HAVE_POLICY) {
             cp_async_16(there, from + 16 * chunk, exists, policy);
         } else {
@@ -270,7 +295,7 @@ __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlock
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             cp_async_4(scales + 128 * i, p.scales + first + 32 * i + lane, first + 32 * i + lane < end);
-    } else if (SCHEDULED || p.table.block_size.value % UNIT == 0) {  // a unit stands in one block
+    } else if (SCHEDULED || !CANDIDATES && p.table.block_size.value % UNIT == 0) {  // a unit stands in one block
         const KeyBlock at =
             SCHEDULED ? blocks.at[0]
                       : KeyBlock{__shfl_sync(~0u, blocks.at[0].block, 0), __shfl_sync(~0u, blocks.at[0].offset, 0)};
@@ -278,7 +303,7 @@ __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlock
         const bool there = place.data >= 0;
         const uint8_t* from = p.keys + place.data + row * KEY_BYTES;
 #pragma unroll
-        for (int i = 0; i < 16; ++i) copy_row(i, from + 4 * i * KEY_BYTES, there);
+        for (int i = 0; i < TIMES; ++i) copy_row(i, from + i * ROWS_AT_ONCE * KEY_BYTES, there);
 #pragma unroll
         for (int i = 0; i < 2; ++i) cp_async_4(scales + 128 * i, place.scale + 32 * i + lane, there);
         if (!there) exists[0] = exists[1] = 0;
@@ -287,9 +312,9 @@ __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlock
         for (int half = 0; half < 2; ++half) {
             const KeyPlace place = place_of_key(p, blocks.at[half], first + 32 * half + lane, end);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int64_t from = __shfl_sync(~0u, place.data, 4 * i + row);
-                copy_row(8 * half + i, p.keys + from, from >= 0);
+            for (int i = 0; i < TIMES / 2; ++i) {
+                const int64_t from = __shfl_sync(~0u, place.data, i * ROWS_AT_ONCE + row);
+                copy_row(TIMES / 2 * half + i, p.keys + from, from >= 0);
             }
             cp_async_4(scales + 128 * half, place.scale, place.data >= 0);
             exists[half] = __ballot_sync(~0u, place.data >= 0);
@@ -544,6 +569,39 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], uint64_t keys, ui
     wgmma_commit();
 }
 
+// The keys of a unit as A operands, from their codes in a stage.
+struct WidenedKeys {
+    uint32_t a[4][4];
+    float scale;  // of the key that the lane stores
+
+    __device__ __forceinline__ void load(int stage, int warp, int lane, int t) {
+        const Small& sm = small();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = 16 * warp + lane / 4 + 8 * i;
+            const Vec16 codes = load_shared_16(stage_rows(stage) + row * KEY_BYTES + 16 * t);
+            const uint32_t scales = load_shared_4(shared_address(&sm.scales[stage][row]));
+            const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w}, largest = largest_scale(scales);
+            const Magnitudes of = magnitudes_of(largest - (scales >> 8 * t & 255));
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                const Vec8 values = widen_e2m1_8(words[step], of);
+                a[step][i] = values.x;
+                a[step][2 + i] = values.y;
+            }
+            if (t % 2 == i) scale = factor_of_scales(largest);
+        }
+    }
+};
+
+__device__ __forceinline__ void multiply(float (&c)[ROWS / 2], const WidenedKeys& keys, uint64_t queries) {
+    wgmma_fence();
+    wgmma_e4m3<Sum::SET>(c, keys.a[0], queries);
+#pragma unroll
+    for (int step = 1; step < 4; ++step) wgmma_e4m3<Sum::ADD>(c, keys.a[step], wgmma_further(queries, 32 * step));
+    wgmma_commit();
+}
+
 // Sums over the lane's heads, of a pair of queries; key g, then g + 8. One query of a pair: the two sums, and the same
 // again. Two queries whose columns take turns: first of query t / 2 its heads in the even eights, then of the other one
 // its heads in the odd eights. Both have the same heads in a lane's sum, in the same order, as one query alone has.
@@ -672,7 +730,7 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
         w.load(shared_address(&sm.weights[slot][own_queries * HEADS]), lane);
         Results results(p, h, own_queries, my_key, t, ahead);
         const uint64_t queries =
-            kept_operand(wgmma_operand(slot_rows(slot) + own_queries * HEADS * KEY_BYTES, LINE_GROUP, 16));
+            kept_operand(wgmma_operand(slot_rows(slot) + own_queries * HEADS * QUERY_BYTES, LINE_GROUP, 16));
         fence_proxy_async();
 
         float logits[PAIRS] = {};  // of the unit before
@@ -680,15 +738,28 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
         while (ahead < units) {
             const uint32_t full = first_full + 8 * place.stage;
             mbarrier_wait(full, place.round);
-            if (!UNDERWAY) fence_proxy_async();
-            float c[ROWS / 2];
-            multiply(c, wgmma_operand_number(first_stage, place.stage, STAGE_BYTES), queries);
-            results.store(p, logits, ahead, t);
-            wgmma_wait<0>();
-            const float scale = __uint_as_float(load_shared_4(scales + place.stage * UNIT * 4));
-            const bool exists = !PAGED || sm.exists[place.stage][warp / 2] >> my_key % 32 & 1;
-            __syncwarp();
-            mbarrier_arrive_elected<EMPTY_BEHIND_FULL>(full);
+            float c[ROWS / 2], scale;
+            bool exists;
+            if constexpr (MXFP4) {
+                WidenedKeys keys;
+                keys.load(place.stage, warp, lane, t);
+                scale = keys.scale;
+                exists = sm.exists[place.stage][warp / 2] >> my_key % 32 & 1;
+                __syncwarp();
+                mbarrier_arrive_elected<EMPTY_BEHIND_FULL>(full);
+                multiply(c, keys, queries);
+                results.store(p, logits, ahead, t);
+                wgmma_wait<0>();
+            } else {
+                if (!UNDERWAY) fence_proxy_async();
+                multiply(c, wgmma_operand_number(first_stage, place.stage, STAGE_BYTES), queries);
+                results.store(p, logits, ahead, t);
+                wgmma_wait<0>();
+                scale = __uint_as_float(load_shared_4(scales + place.stage * UNIT * 4));
+                exists = !PAGED || sm.exists[place.stage][warp / 2] >> my_key % 32 & 1;
+                __syncwarp();
+                mbarrier_arrive_elected<EMPTY_BEHIND_FULL>(full);
+            }
             Sums sums;
             sum_heads(c, w, sums);
 #pragma unroll
@@ -708,9 +779,9 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     logits_sm90(const __grid_constant__ LogitsParams p) {
-    // Beside three math warpgroups no CTA of the next launch has room: those of a top-k would all start on the SMs that
+    // Beside three math warpgroups and more no CTA of the next launch has room: those of a top-k would all start on the SMs that
     // are free first. So they start when every CTA has copied its last keys.
-    constexpr bool STARTS_NEXT_LATE = WARPGROUPS == 3;
+    constexpr bool STARTS_NEXT_LATE = WARPGROUPS >= 3 && !TOGETHER;
     if constexpr (!STARTS_NEXT_LATE) let_next_kernel_start();
     if constexpr (!SCHEDULED) init_barriers();
     const int warpgroup = uniform(threadIdx.x / 128);

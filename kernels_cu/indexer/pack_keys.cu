@@ -1,15 +1,18 @@
-// Writes tokens' 128 indexer keys as e4m3 under one scale a token (layout INDEXER_FP8, cupy_mla/layouts.py).
+// Writes tokens' 128 indexer keys: as e4m3 under one scale a token (layout INDEXER_FP8, cupy_mla/layouts.py), or as e2m1
+// under a power of two a group of 32 (MXFP4, layout INDEXER_MXFP4).
 //
 //   one warp     8 tokens: half a warp has a token in each of 4 rounds, whose loads are all under way at once
 //     find       lane l finds where token l % 8 goes
 //     a lane     16 bytes of keys in, 8 bytes of e4m3 out. The largest magnitudes of two rounds are found by shuffles
 //                in one register
+//                MXFP4: 4 bytes out; four lanes have a group
 //
 // ALIGNED: keys allow 16-byte loads and the cache 8-byte stores. It is known at compile time: where a load may be one wide
 // load or eight narrow ones, the compiler waits for it before it starts the next one. A block of the cache holds the keys
 // of all its tokens first, then their scales. No shared memory. Tokens are skipped whose slot is negative or beyond the
 // cache.
 #include "rows/chunk.cuh"
+#include "rows/mxfp4.cuh"
 #include "rows/place.cuh"
 #include "rows/quantize.cuh"
 
@@ -23,7 +26,7 @@ struct PackKeysParams {
     int64_t num_slots;
     int32_t block_size;
     int32_t num_tokens;
-    int32_t power_of_two;  // round scales up to powers of two
+    int32_t power_of_two;  // round float32 scales up to powers of two
     int32_t unused;
 };
 
@@ -50,6 +53,15 @@ __device__ __forceinline__ void store_token(const PackKeysParams& p, const RowPl
     if (lane == 0) *reinterpret_cast<float*>(p.cache + to.scales) = scale;
 }
 
+__device__ __forceinline__ void store_mxfp4_token(const PackKeysParams& p, const RowPlace<int64_t>& to,
+                                                  const Vec16& keys) {
+    const int lane = threadIdx.x % LANES;
+    const uint32_t scale = mxfp4_scale(amax_or_nan<MXFP4_GROUP / CHUNK>(keys)), scales = join_scales(scale, lane);
+    if (to.data < 0) return;
+    reinterpret_cast<uint32_t*>(p.cache + to.data)[lane] = quantize_e2m1_8(keys, scale);
+    if (lane == 0) *reinterpret_cast<uint32_t*>(p.cache + to.scales) = scales;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1)
     pack_keys(const __grid_constant__ PackKeysParams p) {
     const int lane = threadIdx.x % 32, half = lane / LANES, last = p.num_tokens - 1;
@@ -63,12 +75,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1)
     const RowPlace<int64_t> mine = place_of_slot(slot, p.num_slots, p.block_size, p.block_stride, ROW_STRIDE);
 #pragma unroll
     for (int i = 0; i < ROUNDS; i += 2) {
-        const uint32_t amax = tile_amax<LANES>(keys[i], keys[i + 1]);
+        const uint32_t amax = MXFP4 ? 0 : tile_amax<LANES>(keys[i], keys[i + 1]);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const int from = 2 * (i + j) + half;
             const RowPlace<int64_t> to = {__shfl_sync(~0u, mine.data, from), __shfl_sync(~0u, mine.scales, from)};
-            store_token(p, to, keys[i + j], j == 0 ? bf16_low(amax) : bf16_high(amax));
+            if constexpr (MXFP4) {
+                store_mxfp4_token(p, to, keys[i + j]);
+            } else {
+                store_token(p, to, keys[i + j], j == 0 ? bf16_low(amax) : bf16_high(amax));
+            }
         }
     }
 }

@@ -1,14 +1,17 @@
 // Quantizes the indexer's queries: rotary embedding if asked, e4m3 under one scale a token and head, and the heads'
-// weights times these scales.
+// weights times these scales. MXFP4: e2m1 under a power of two a group of 32, which stands apart (WIDEN: as e4m3 under one
+// power of two, which goes into the weight; rows/mxfp4.cuh).
 //
 //   one warp    8 heads of a token: half a warp has a head in each of 4 rounds, whose loads are all under way at once
 //     rotate    the lanes that hold the 64 rotated values; angles are loaded once for all 8 heads. Half-split pairs stand
 //               4 lanes apart and are exchanged by shuffles. Products and sums are rounded one by one, then to bfloat16
 //     a lane    16 bytes of q in, 8 bytes of e4m3 out; the largest magnitudes of two rounds are found in one register
+//               MXFP4: 4 bytes of e2m1 out; four lanes have a group
 //     weights   lane h < 8 that of head h
 //
 // ALIGNED: q allows 16-byte loads. No shared memory.
 #include "rows/chunk.cuh"
+#include "rows/mxfp4.cuh"
 #include "rows/quantize.cuh"
 
 // The launcher declares the same fields.
@@ -17,7 +20,8 @@ struct QuantizeQParams {
     const void* weights;       // [tokens, heads] float32, or bf16
     const int64_t* positions;  // [tokens], or null
     const void* cos_sin;       // [num_positions, 64] float32, or bf16
-    uint8_t* q8;               // [tokens, heads, 128]
+    uint8_t* codes;            // [tokens, heads, 128]; MXFP4, not widened: 64
+    uint32_t* scales;          // [tokens, heads] of MXFP4 that is not widened
     float* w;                  // [tokens, heads]
     int64_t q_t, q_h;          // strides, items
     int64_t weights_stride, positions_end, cos_sin_stride;
@@ -78,6 +82,20 @@ __device__ __forceinline__ Vec16 rotate(const QuantizeQParams& p, const Vec16& v
             pack_bf16x2(out[6], out[7])};
 }
 
+// Quantizes and stores one head's row, number `row`, by 16 lanes. Returns what goes into the head's weight.
+__device__ __forceinline__ float store_mxfp4(const QuantizeQParams& p, const Vec16& values, int64_t row, int lane) {
+    const uint32_t scale = mxfp4_scale(amax_or_nan<MXFP4_GROUP / CHUNK>(values)), scales = join_scales(scale, lane);
+    const uint32_t codes = quantize_e2m1_8(values, scale), largest = largest_scale(scales);
+    if constexpr (WIDEN) {
+        *reinterpret_cast<Vec8*>(p.codes + row * D + lane * CHUNK) =
+            widen_e2m1_8(codes, magnitudes_of(largest - scale));
+        return factor_of_scales(largest);
+    }
+    *reinterpret_cast<uint32_t*>(p.codes + row * (D / 2) + lane * (CHUNK / 2)) = codes;
+    if (lane == 0) p.scales[row] = scales;
+    return 1.0f;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_q(const __grid_constant__ QuantizeQParams p) {
     const int of_token = p.heads / HEADS, number = blockIdx.x * WARPS + threadIdx.x / 32;
     const int token = number / of_token, first = (number - token * of_token) * HEADS;
@@ -97,14 +115,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_q(const __grid_co
     float scale_of_mine = 0.0f;  // of head `threadIdx.x % 32`
 #pragma unroll
     for (int i = 0; i < ROUNDS; i += 2) {
-        const uint32_t amax = tile_amax<LANES>(rows[i], rows[i + 1]);
+        const uint32_t amax = MXFP4 ? 0 : tile_amax<LANES>(rows[i], rows[i + 1]);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const float largest = j == 0 ? bf16_low(amax) : bf16_high(amax);
-            const float ratio = scale_from_amax(fmaxf(largest, LEAST_AMAX));
-            const float scale = p.power_of_two ? power_of_two_from(ratio) : ratio;
             const int head = 2 * (i + j) + half;
-            *reinterpret_cast<Vec8*>(p.q8 + (at + head) * D + lane * CHUNK) = quantize_8(rows[i + j], scale);
+            float scale;
+            if constexpr (MXFP4) {
+                scale = store_mxfp4(p, rows[i + j], at + head, lane);
+            } else {
+                const float largest = j == 0 ? bf16_low(amax) : bf16_high(amax);
+                const float ratio = scale_from_amax(fmaxf(largest, LEAST_AMAX));
+                scale = p.power_of_two ? power_of_two_from(ratio) : ratio;
+                *reinterpret_cast<Vec8*>(p.codes + (at + head) * D + lane * CHUNK) = quantize_8(rows[i + j], scale);
+            }
             const float scales[2] = {__shfl_sync(~0u, scale, 0), __shfl_sync(~0u, scale, LANES)};
             if (threadIdx.x % 32 / 2 == i + j) scale_of_mine = scales[threadIdx.x % 2];
         }

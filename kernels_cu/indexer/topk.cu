@@ -32,19 +32,37 @@
 #include "indexer/topk/results.cuh"
 #include "ptx/griddepcontrol.cuh"
 
+// Stores result_of(0) to result_of(count - 1), and -1 up to k. Called by the CTA.
+template <typename ResultOf>
+__device__ __forceinline__ void store_all(const TopkParams& p, int32_t* to, int count, ResultOf result_of) {
+    const auto result_at = [&](int i) { return i < count ? result_of(i) : -1; };
+    const int fours = reinterpret_cast<uint64_t>(to) % 16 == 0 ? p.k / 4 : 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < fours; i += THREADS) {
+        const int at = 4 * i;
+        reinterpret_cast<int4*>(to)[i] = {result_at(at), result_at(at + 1), result_at(at + 2), result_at(at + 3)};
+    }
+#pragma unroll 1
+    for (int i = 4 * fours + threadIdx.x; i < p.k; i += THREADS) to[i] = result_at(i);
+}
+
 // All of a range of at most k items are chosen. Not inline: its code would stand in front of the other rows'.
 __device__ __noinline__ void choose_all(const TopkParams& p, int row, Range range) {
     int32_t* const to = p.out + row * p.out_stride;
     const int count = range.end - range.begin;
+    if (p.table.blocks == nullptr) {
+        store_all(p, to, count, [](int i) { return i; });
+        return;
+    }
     const Shifts shifts(p, range, range);
     if (shifts.count > 0) {
         shared().shifts[threadIdx.x] = shifts.load(p, row);
         __syncthreads();
-        for (int i = threadIdx.x; i < count; i += THREADS) to[i] = Shifts::slot_of(shifts.shifted(p, i));
+        store_all(p, to, count, [&](int i) { return Shifts::slot_of(shifts.shifted(p, i)); });
     } else {
-        results_of(p, row, range).store(p, 0, count, [&](int i) { return range.begin + i; });
+        const Results results = results_of(p, row, range);
+        store_all(p, to, count, [&](int i) { return results.slot_of(p, range.begin + i); });
     }
-    for (int place = count + threadIdx.x; place < p.k; place += THREADS) to[place] = -1;
 }
 
 // Whether the pools of the row's CTAs hold at least k items, all that were brought there. Called by all CTAs.
@@ -185,9 +203,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
 #endif
     wait_for_earlier_kernels();
     Tile tile;
-    const bool early = FEW && !STREAMED && p.starts == nullptr;
+    const bool early = FEW && !STREAMED && p.starts == nullptr && p.width > p.k;
     if (early) tile.load(p, row, {0, p.width}, 0);
-    const Range of_row = range_of_row(p, row);
+    const Range of_row = columns_of_row(p, row);
     const int length = of_row.end - of_row.begin;
     if (length <= p.k) {
         if (part == 0) choose_all(p, row, of_row);

@@ -5,6 +5,10 @@
 // takes an equal share of it. With keys in rows, each tile has some more places in that list, since it costs time to begin
 // one: at the tip of a causal triangle, tiles are many and short. Lengths are read on the device; the host knows the number
 // of tiles alone. A logit does not depend on the share that it falls into.
+//
+// CANDIDATES (paged keys): what is a request above is a query token here, which sees candidate blocks of 8 of its request's
+// keys. Key number 8 c + i stands at position 8 * candidates[c] + i. The last candidate block may go beyond the request's
+// end; keys there do not exist.
 #pragma once
 #include "rows/block_table.cuh"
 #include "rows/place.cuh"
@@ -19,6 +23,9 @@ struct LogitsWork {
     int32_t requests, queries;  // keys in rows: one request
     int32_t width;              // keys, or the longest context
     int32_t all_chosen;         // queries that see at most so many keys need no logits; 0: all queries need them
+    const int32_t* candidates;  // CANDIDATES: [requests, width / 8] blocks of 8 keys, -1 behind the last
+    const int32_t* req_id;      // CANDIDATES: [requests] rows of the block table; `ends` are [requests]
+    int64_t candidates_stride;  // items
 };
 
 struct LogitsParams : LogitsWork {
@@ -38,7 +45,8 @@ struct LogitsParams : LogitsWork {
     int32_t compact_width;  // logits of a query in COMPACT rows, which start at the first key that it sees
 };
 
-constexpr int KEY_BYTES = 128;
+constexpr int QUERY_BYTES = 128, KEY_BYTES = ROW_STRIDE;
+constexpr int CANDIDATE_BLOCK = 8;  // keys
 
 struct KeyRange {
     int begin, end;
@@ -49,7 +57,11 @@ struct KeyRange {
 // The keys that a query sees; none if it needs no logits.
 __device__ __forceinline__ KeyRange range_of_query(const LogitsWork& p, int request, int query) {
     int begin = 0, end;
-    if constexpr (PAGED) {
+    if constexpr (CANDIDATES) {
+        const int keys = max(0, min(p.ends[request], p.width));
+        return {0,
+                ceil_div(keys, CANDIDATE_BLOCK) * CANDIDATE_BLOCK};  // of as many blocks; `width` is a multiple, too
+    } else if constexpr (PAGED) {
         end = p.lens_stride == 0 ? p.ends[request] - p.queries + query + 1 : p.ends[request * p.lens_stride + query];
     } else {
         begin = max(p.starts[query], 0), end = p.ends[query];

@@ -1,20 +1,27 @@
 // A prefill token's list of workspace rows: the compressed rows its indexer chose, then its sliding window.
 // One CTA a token; 256 threads write its row of `width` entries side by side.
 #include "indices/queries.cuh"
+#include "indices/window.cuh"
 
 // The launcher declares the same fields.
 struct CombineSwaParams {
     Queries queries;
     const int32_t* chosen;       // [num_tokens, >= topk] compressed positions
     const int32_t* gather_lens;  // [num_requests]
-    int32_t* out;                // [num_tokens, width]
-    int32_t* lens;               // [num_tokens]
-    int64_t chosen_stride;       // items
+    const int32_t* left;         // [num_tokens] positions of an image before and behind a token, or null
+    const int32_t* right;
+    int32_t* out;           // [num_tokens, width]
+    int32_t* lens;          // [num_tokens]
+    int64_t chosen_stride;  // items
     int64_t out_stride;
-    int32_t window, ratio, topk;
+    int32_t window;
+    int32_t most;   // entries that a window may have
+    int32_t ratio;  // 0: no compressed rows
+    int32_t topk;
     int32_t rows;             // of the workspace for each request
     int32_t compressed_rows;  // of those, the first ones
     int32_t width;
+    int32_t unused;
 };
 
 constexpr int THREADS = 256;
@@ -25,10 +32,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_swa(const __grid_c
     int32_t compressed = 0, window = 0, first_row = 0;
     int64_t tail = 0;  // the window's first row among those gathered
     if (position >= 0) {
-        compressed = min(int32_t((uint32_t(position) + 1u) / uint32_t(p.ratio)), p.topk);
-        window = position < p.window ? position + 1 : p.window;
+        const bool image = p.left != nullptr;
+        const int32_t seq_len = p.queries.seq_lens[request];
+        const int64_t gathered = int64_t(seq_len) - p.gather_lens[request];
+        const Window seen = window_of(position, seq_len, p.window, gathered, image ? p.left[blockIdx.x] : 0,
+                                      image ? p.right[blockIdx.x] : 0, p.most);
+        if (p.ratio > 0) compressed = min(int32_t((uint32_t(position) + 1u) / uint32_t(p.ratio)), p.topk);
+        window = seen.length;
         first_row = request * p.rows;
-        tail = int64_t(position) - window + 1 - (int64_t(p.queries.seq_lens[request]) - p.gather_lens[request]);
+        tail = seen.first - gathered;
     }
     const int32_t* chosen = p.chosen + blockIdx.x * p.chosen_stride;
     int32_t* out = p.out + blockIdx.x * p.out_stride;
@@ -39,8 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_swa(const __grid_c
             if (uint32_t(entry) < uint32_t(p.compressed_rows)) row = first_row + entry;
         } else if (i < compressed + window) {
             const int64_t gathered = tail + (i - compressed);
-            if (gathered >= 0 && gathered < p.rows - p.compressed_rows)
-                row = first_row + p.compressed_rows + int32_t(gathered);
+            if (gathered < p.rows - p.compressed_rows) row = first_row + p.compressed_rows + int32_t(gathered);
         }
         out[i] = row;
     }

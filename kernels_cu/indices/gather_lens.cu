@@ -4,7 +4,8 @@
 // The launcher declares the same fields.
 struct GatherLensParams {
     Queries queries;
-    int32_t* out;  // [num_requests - num_decodes]
+    const int32_t* replay_start;  // [num_requests], or null: sequences have all rows
+    int32_t* out;                 // [num_requests - num_decodes]
     int32_t num_decodes;
     int32_t window;
 };
@@ -15,7 +16,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_lens(const __grid_c
     const int prefill = blockIdx.x * THREADS + threadIdx.x, request = p.num_decodes + prefill;
     if (request >= p.queries.num_requests) return;
     const int32_t query_len = p.queries.starts[request + 1] - p.queries.starts[request];
-    p.out[prefill] = query_len + min(p.queries.seq_lens[request] - query_len, p.window - 1);
+    const int64_t start = p.replay_start == nullptr ? 0 : p.replay_start[request];
+    const int64_t before = int64_t(p.queries.seq_lens[request]) - query_len - start;
+    p.out[prefill] = query_len + int32_t(min(max(before, int64_t(0)), int64_t(p.window) - 1));
 }
 
 // Read by the launcher.

@@ -1,6 +1,7 @@
 // The sliding window of each decode token as slots of the paged cache.
 // One warp a token; its lanes walk the window, so that neighbours look up the same block and write side by side.
 #include "indices/queries.cuh"
+#include "indices/window.cuh"
 #include "rows/block_table.cuh"
 
 // The launcher declares the same fields.
@@ -9,11 +10,14 @@ struct SwaDecodeParams {
     Queries queries;
     const int32_t* token_to_req;  // [num_tokens]
     const uint8_t* is_valid;      // [num_tokens]
-    int32_t* out;                 // [num_tokens, window]
-    int32_t* lens;                // [num_tokens]
-    int64_t out_stride;           // items
+    const int32_t* replay_start;  // [num_requests], or null: sequences have all rows
+    const int32_t* left;          // [num_tokens] positions of an image before and behind a token, or null
+    const int32_t* right;
+    int32_t* out;        // [num_tokens, width]
+    int32_t* lens;       // [num_tokens]
+    int64_t out_stride;  // items
     int32_t window;
-    int32_t unused;
+    int32_t width;
 };
 
 constexpr int THREADS = 32 * TOKENS_PER_BLOCK;
@@ -26,17 +30,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) swa_decode(const __grid_co
         request = p.token_to_req[token];
         position = position_of(p.queries, request, token);
     }
-    const int32_t length = position < p.window ? position + 1 : p.window;
+    Window seen = {0, 0};
+    if (position >= 0) {
+        const bool image = p.left != nullptr;
+        seen = window_of(position, p.queries.seq_lens[request], p.window,
+                         p.replay_start == nullptr ? 0 : p.replay_start[request], image ? p.left[token] : 0,
+                         image ? p.right[token] : 0, p.width);
+    }
     const int32_t* blocks = p.table.blocks + int64_t(request) * p.table.stride;
-    for (int i = lane; i < p.window; i += 32) {
+    for (int i = lane; i < p.width; i += 32) {
         int32_t slot = -1;
-        if (i < length) {
-            const Position at = find_position(p.table, position - length + 1 + i);
+        if (i < seen.length) {
+            const Position at = find_position(p.table, int32_t(seen.first) + i);
             if (at.column >= 0) slot = slot_in_block(p.table, blocks[at.column], at.offset);
         }
         p.out[token * p.out_stride + i] = slot;
     }
-    if (lane == 0) p.lens[token] = length;
+    if (lane == 0) p.lens[token] = seen.length;
 }
 
 // Read by the launcher.

@@ -1,5 +1,5 @@
-// PTX ISA: ex2, lg2, sqrt, rcp, div, mul, add, sub, fma, max of float32; min of uint32; abs, max, mul and fma of two
-// packed 16-bit numbers.
+// PTX ISA: ex2, lg2, sqrt, rcp, div, mul, add, sub, fma, max of float32; min of uint32; abs, min, max, mul and fma of
+// two packed 16-bit numbers.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -91,6 +91,17 @@ __device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
     asm("max.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
+__device__ __forceinline__ uint32_t min_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+// max.NaN: the maximum of a number and a NaN is NaN.
+__device__ __forceinline__ uint32_t max_or_nan_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
 // The larger magnitude, max(|a|, |b|). The sign is that of a xor b.
 __device__ __forceinline__ uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
     uint32_t y;
@@ -105,6 +116,12 @@ __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
 __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
     uint32_t y;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+// fma.rn.bf16x2: a * b + c, rounded once. Subnormals stay.
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
     return y;
 }
 __device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {

@@ -5,6 +5,7 @@
 struct Row {
     static constexpr bool QUANTIZED = false;
     static constexpr int FOLDED_SCALES = 0;
+    static constexpr int SCALES_BEHIND = 0;
     static constexpr int STAGED_BYTES = 2 * D_QK + 16;
 
     const uint8_t* data;

@@ -17,7 +17,7 @@ struct BlockTable {
     int64_t stride;         // items
     int32_t num_requests, width;
     Divisor block_size;
-    int32_t unused;  // keeps the size a multiple of 8
+    int32_t block_stride;  // slots from a block's first to the next block's: the block size, or more
 };
 
 // A position's column in the block table, and its offset in the block. Column -1: the table has no such position.
@@ -38,7 +38,7 @@ __device__ __forceinline__ bool has_request(const BlockTable& t, int32_t request
 
 // The slot of a place in a block. -1: there is no such block, or the slot does not fit int32.
 __device__ __forceinline__ int32_t slot_in_block(const BlockTable& t, int32_t block, int32_t offset) {
-    const int64_t slot = int64_t(block) * t.block_size.value + offset;
+    const int64_t slot = int64_t(block) * t.block_stride + offset;
     return block >= 0 && slot <= 0x7fffffff ? int32_t(slot) : -1;
 }
 

@@ -9,5 +9,6 @@
 //   in_block       row number `offset` of a block
 //   of_slot        the row of a slot
 //   none           no row
+//   SCALES_BEHIND  bytes of scales that stand apart, which a copy of the row in shared memory has behind it
 #pragma once
 #include ROW_READER

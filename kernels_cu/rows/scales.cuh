@@ -1,7 +1,9 @@
 // The scales of a quantized row: what they are, and how they stand in the cache. Constants of the layout:
-// cupy_mla/layouts.py. SCALE_E8M0: powers of two, a byte each, padding behind them; else float32.
+// cupy_mla/layouts.py. SCALE_OF_CALL: none are, for a call brings one for all rows. SCALE_E8M0: powers of two, a byte
+// each, padding behind them. Else float32.
 #pragma once
 #include "ptx/convert.cuh"
+#include "rows/call_scale.cuh"
 #include "rows/quantize.cuh"
 
 constexpr float FLOAT_MIN = 1.17549435e-38f;  // the least normal float32
@@ -24,4 +26,10 @@ __device__ __forceinline__ void store_scale(uint8_t* scales, int tile, float sca
 
 __device__ __forceinline__ float load_scale(const uint8_t* scales, int tile) {
     return SCALE_E8M0 ? ue8m0_to_float(scales[tile]) : *reinterpret_cast<const float*>(scales + 4 * tile);
+}
+
+// The scale of value number `value` of the row whose scales begin at `scales`.
+__device__ __forceinline__ float scale_of_value(const CallScale& of_call, const uint8_t* scales, int value) {
+    if constexpr (SCALE_OF_CALL) return load_call_scale(of_call);
+    return load_scale(scales, value / max(SCALE_TILE, 1));
 }

@@ -6,6 +6,7 @@
 struct Row {
     static constexpr bool QUANTIZED = true;
     static constexpr int FOLDED_SCALES = NUM_SCALES;
+    static constexpr int SCALES_BEHIND = 0;
     static constexpr int STAGED_BYTES = ROW_STRIDE;
 
     const uint8_t* data;

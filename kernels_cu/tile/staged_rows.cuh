@@ -6,13 +6,15 @@
 #include "tile/copy_row.cuh"
 #include "tile/row_tile.cuh"
 
+static_assert(Row::SCALES_BEHIND == 0 || Row::SCALES_BEHIND == 8, "one copy");
+
 // Start the copy of a row to row `row` of the tile (bf16) or of the staging area (FP8). Eight lanes copy a row.
 // `aligned`: every bf16 row starts at a multiple of 16 bytes; other rows are copied value by value.
 __device__ __forceinline__ void copy_to_stage(const Row& from, uint32_t stage, int row, int lane, bool aligned) {
     if constexpr (Row::QUANTIZED) {
         const uint32_t to = stage + row * Row::STAGED_BYTES;
         copy_row<ROW_STRIDE / 16>(to + lane % 8 * 16, from.data, lane);
-        if constexpr (Row::FOLDED_SCALES == 0) {
+        if constexpr (Row::SCALES_BEHIND > 0) {
             if (lane % 8 == 0) cp_async_8(to + ROW_STRIDE, from.scales(), from.scales() != nullptr);
         }
         return;

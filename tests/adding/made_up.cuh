@@ -6,7 +6,8 @@
 struct Row {
     static constexpr bool QUANTIZED = true;
     static constexpr int FOLDED_SCALES = 0;
-    static constexpr int STAGED_BYTES = ROW_STRIDE + 16;  // 8 bytes of scales behind the data; rows stay aligned to 16
+    static constexpr int SCALES_BEHIND = 8;
+    static constexpr int STAGED_BYTES = ROW_STRIDE + 16;  // scales behind the data; rows stay aligned to 16
 
     const uint8_t* data;
     const uint8_t* scale_bytes;

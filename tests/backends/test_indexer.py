@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 from cupy_mla import IndexerImpl, IndexerMetadataBuilder, SparseMLAConfig, Workspace
+from cupy_mla.arrays import HOST
 from cupy_mla.bridges import Place, describe
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.metadata.batch import BatchMetadata
 from tests import indexers, oracle_indexer, oracle_indices
 from tests.backends.test_sparse_mla import capture
 from tests.batches import queries
-from tests.kinds import BF16, E4M3, NumPy, gapped, poisoned
+from tests.fake_gpu import FakeGPU
+from tests.kinds import BF16, E4M3, NumPy, Torch, gapped, poisoned
 from tests.ops.test_indexer import key_cache, pack_oracle, token_bytes
 
 MAX_MODEL_LEN = 130
@@ -355,6 +358,40 @@ def test_addresses_survive_steps(kind, rng) -> None:
                   chunk.cu_seq_lens, *engine.impl._scratch(60, 9))  # fmt: skip
         addresses.add(tuple(describe("array", array).ptr for array in arrays))
     assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("model", [V32, C4A, SCHEDULED], ids=["V3.2", "C4A", "scheduled"])
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [2, 2], [2, 1]], ids=str)
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_keys_about_as_many_as_are_chosen(kind, rng, model: Model, query_lens: list[int], more: int) -> None:
+    """Short decodes are those of at most topk keys, and choose all."""
+    longest = (model.topk + more) * model.ratio
+    step = make_step(rng, model, query_lens, [longest, *query_lens[1:]])
+    engine = Engine(kind, model)
+    assert engine.builder.build(step.batch).decode.short == (more <= 0)
+    np.testing.assert_array_equal(engine.run(step), step.want)
+
+
+@pytest.mark.parametrize("model", [Model(), SCHEDULED, C4A], ids=["V3.2", "scheduled", "C4A"])
+@pytest.mark.parametrize("more", [0, 1])
+def test_short_decodes_are_not_scored(monkeypatch, rng, model: Model, more: int) -> None:
+    """But in a captured step, which must hold for longer sequences."""
+    pytest.importorskip("torch")
+    forget_calls()
+    step = make_step(rng, model, [1, 1], [(model.topk + more) * model.ratio, model.ratio])
+    metadata = IndexerMetadataBuilder(model.config(), ("torch", HOST)).build(step.batch)
+    gpu, put = FakeGPU(monkeypatch), Torch().put
+    arrays = [put(np.ascontiguousarray(a)) for a in (step.k, step.q8, step.w, step.cache)]
+    impl = IndexerImpl(model.config(), Workspace(Place.of(arrays[0])), model.scale_format)
+    scored = []
+    for gpu.capturing in (False, True):
+        gpu.log.clear()
+        impl.forward(*arrays, metadata, put(np.zeros((2, model.topk), np.int32)))
+        files = [launch.kernel.file for launch in gpu.log if launch.kernel is not None]
+        assert "indexer/topk.cu" in files
+        scored.append(any("logits" in file for file in files))
+    forget_calls()
+    assert scored == [more > 0, True]
 
 
 @pytest.mark.gpu

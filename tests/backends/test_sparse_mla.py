@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_mla import SparseMLAConfig
-from cupy_mla.backends import sparse_mla
+from cupy_mla import IndexGroups, SparseMLAConfig, layer_sources
+from cupy_mla.backends import index_groups, sparse_mla
 from cupy_mla.backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from cupy_mla.backends.workspace import Workspace
 from cupy_mla.bridges import Place, describe
@@ -22,7 +22,7 @@ from cupy_mla.metadata.indexer import IndexerMetadataBuilder
 from cupy_mla.metadata.sparse_mla import SparseMLAMetadataBuilder
 from cupy_mla.ops.attention import planned_decode
 from tests import oracle
-from tests.cases import latent, queries
+from tests.cases import latent, queries, sinks
 from tests.kinds import BF16, NumPy, gapped, poisoned
 
 BLOCK_SIZE, MAX_MODEL_LEN, TOPK = 8, 48, 20
@@ -52,6 +52,8 @@ class Step:
     caches: dict[str, np.ndarray]  # by cache layout
     want: np.ndarray  # float64 [T, h, 512]
     want_lse: np.ndarray  # float64 [T, h]
+    want_with_sinks: np.ndarray  # float64 [T, h, 512]
+    sinks: np.ndarray  # float32 [h]
 
     def padded(self, count: int) -> Step:
         """The same with tokens behind the last request's, whose queries are NaN."""
@@ -65,6 +67,8 @@ class Step:
             self.caches,
             np.concatenate([self.want, np.zeros((count, heads, 512))]),
             np.concatenate([self.want_lse, np.full((count, heads), np.inf)]),
+            np.concatenate([self.want_with_sinks, np.zeros((count, heads, 512))]),
+            self.sinks,
         )
 
 
@@ -76,8 +80,12 @@ def make_step(
     *,
     block_gap: int = 0,
     rope: bool = True,
+    all_listed: bool = False,
 ) -> Step:
-    """A batch over caches of random rows; without `rope` every RoPE part is zeros."""
+    """A batch over caches of random rows; without `rope` every RoPE part is zeros.
+
+    Index lists name random tokens, some none; where `all_listed` as many as there are room for.
+    """
     requests, tokens = len(query_lens), sum(query_lens)
     if seq_lens is None:
         seq_lens = [int(rng.integers(max(n, 1), MAX_MODEL_LEN + 1)) for n in query_lens]
@@ -90,6 +98,7 @@ def make_step(
     q[..., 512:] *= rope
     topk_indices = np.full((tokens, TOPK), -1, np.int32)
     slots, positions, want, want_lse = [], [], np.empty((tokens, heads, 512)), np.empty((tokens, heads))
+    with_sinks, of_heads = np.empty_like(want), sinks(rng, heads)
     for r, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         rows, packed = exact_rows(rng, seq_len)
         rows[:, 512:] *= rope
@@ -99,16 +108,18 @@ def make_step(
         for position in range(seq_len - query_len, seq_len):
             t = len(positions)
             chosen = rng.permutation(position + 1)[:TOPK]
-            if rng.random() < 0.1:
+            if rng.random() < 0.1 and not all_listed:
                 chosen = chosen[:0]
             places = rng.permutation(TOPK)[: len(chosen)]  # -1 anywhere, not at the end alone
             topk_indices[t, places] = chosen
-            want[t], _, want_lse[t] = oracle.attend(q[t], rows[chosen].astype(np.float64), SCALE, None)
+            values = rows[chosen].astype(np.float64)
+            want[t], _, want_lse[t] = oracle.attend(q[t], values, SCALE, None)
+            with_sinks[t], _, _ = oracle.attend(q[t], values, SCALE, of_heads)
             slots.append(int(block[position]) * BLOCK_SIZE + int(offset[position]))
             positions.append(position)
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(int)
     batch = BatchMetadata(starts, seq_lens, table, slots, positions)
-    return Step(batch, q, topk_indices, {"bf16": bf16, "v32_fp8": fp8}, want, want_lse)
+    return Step(batch, q, topk_indices, {"bf16": bf16, "v32_fp8": fp8}, want, want_lse, with_sinks, of_heads)
 
 
 class Engine:
@@ -272,13 +283,115 @@ def test_attention_is_told_where_lists_end(rng, monkeypatch: pytest.MonkeyPatch,
     step = make_step(rng, 8, [1] * 7)
     told = []
 
-    def record(q, cache, indices, ends, *args):
+    def record(q, cache, indices, ends, *args, **others):
         told.extend(ends.tolist())
-        return planned_decode(q, cache, indices, ends, *args)
+        return planned_decode(q, cache, indices, ends, *args, **others)
 
     monkeypatch.setattr(sparse_mla, "planned_decode", record)
     assert_result(Engine(NumPy(), path, 8).run(step), step.want)
     assert told == [max(np.flatnonzero(row >= 0), default=-1) + 1 for row in step.topk_indices]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("heads", [4, 8, 16, 32])
+def test_sinks(kind, rng, path: str, heads: int) -> None:
+    """Of HY-V4: 32 heads on one rank, 4 on each of eight. `lse` is without them."""
+    for query_lens in ([1, 1, 1], [2, 2, 6, 3], [9]):
+        step = make_step(rng, heads, query_lens)
+        engine, put = Engine(kind, path, heads, speculative=1), kind.put
+        metadata = engine.builder.build(step.batch)
+        arguments = (put(step.q), put(step.caches[engine.layout]), metadata, put(step.topk_indices))
+        out, lse = engine.impl.forward_mqa(*arguments, sinks=put(step.sinks), return_lse=True)
+        assert_result(kind.take(out), step.want_with_sinks)
+        oracle.assert_close(kind.take(lse), step.want_lse, "decode lse")
+        none = put(np.full(heads, -np.inf, np.float32))
+        assert_result(kind.take(engine.impl.forward_mqa(*arguments, sinks=none)), step.want)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_counts_of_the_caller(kind, rng, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """They tell where lists end, and nothing behind is attended; -1 may still stand before."""
+    step = make_step(rng, 8, [1] * 7)
+    counts = np.array([max(np.flatnonzero(row >= 0), default=-1) + 1 for row in step.topk_indices], np.int32)
+    behind = np.arange(TOPK) >= counts[:, None]
+    step.topk_indices[behind] = rng.integers(0, MAX_MODEL_LEN, behind.sum())
+    engine, put, told = Engine(kind, path, 8), kind.put, []
+
+    def record(q, cache, indices, ends, *args, **others):
+        told.extend(kind.take(ends).tolist())
+        return planned_decode(q, cache, indices, ends, *args, **others)
+
+    monkeypatch.setattr(sparse_mla, "planned_decode", record)
+    arguments = (put(step.q), put(step.caches[engine.layout]), engine.builder.build(step.batch), put(step.topk_indices))
+    assert_result(kind.take(engine.impl.forward_mqa(*arguments, valid_counts=put(counts))), step.want)
+    assert told == counts.tolist()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [2, 2, 6, 3], []], ids=str)
+def test_groups_convert_once(kind, rng, monkeypatch: pytest.MonkeyPatch, path: str, query_lens: list[int]) -> None:
+    """Layers of a group get what their index layer chose, with the same bits as where each converts it."""
+    engine, converted = Engine(kind, path, 8, speculative=1), []
+    groups = IndexGroups(engine.impl.config, layer_sources(7, [1, 4]), engine.workspace.place)
+    to_slots = index_groups.to_slots
+    for module in (index_groups, sparse_mla):
+        monkeypatch.setattr(module, "to_slots", lambda *args: converted.append(1) or to_slots(*args))
+    for _ in range(2):
+        step, other = make_step(rng, 8, query_lens), None
+        q, cache, metadata = kind.put(step.q), kind.put(step.caches[engine.layout]), engine.builder.build(step.batch)
+        lists = {1: kind.put(step.topk_indices), 4: kind.put(np.roll(step.topk_indices, 1, axis=1))}
+        groups.build(metadata)
+        for layer in range(1, 7):
+            if layer in lists:
+                groups.put(layer, lists[layer])
+            engine.poison_workspace()
+            got = kind.take(engine.impl.forward_mqa(q, cache, metadata, groups.get(layer)))
+            assert_result(got, step.want)
+            want = kind.take(engine.impl.forward_mqa(q, cache, metadata, lists[1 if layer < 4 else 4]))
+            np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+            other = groups.get(layer) if other is None else other
+        assert other is not groups.get(6)
+        assert (
+            describe("slots", other.physical_topk_indices).ptr
+            == describe("slots", groups.get(6).physical_topk_indices).ptr
+        )
+    # Of the groups, and of the layers that were given positions; for no tokens there is nothing to do.
+    assert len(converted) == 2 * (2 + 6 * bool(query_lens))
+
+
+def test_groups_refuse_what_does_not_fit(rng) -> None:
+    engine, step = Engine(NumPy(), "mixed", 4), make_step(rng, 4, [1, 5])
+    groups = IndexGroups(engine.impl.config, layer_sources(7, [1, 4]))
+    metadata, chosen = engine.builder.build(step.batch), step.topk_indices
+    for call, error, message in (
+        (lambda: groups.put(1, chosen), ValueError, "layer: no step has begun, call build first"),
+        (lambda: groups.get(2), ValueError, "layer: 2 uses the list of layer 1, this step has none yet"),
+        (lambda: groups.build(step.batch), TypeError, "metadata: expected a SparseMLAMetadata"),
+        (lambda: groups.build(metadata, metadata), ValueError, "swa_metadata: expected None"),
+        (lambda: groups.build(metadata), None, ""),
+        (lambda: groups.put(0, chosen), ValueError, "layer: 0 uses no list"),
+        (lambda: groups.put(2, chosen), ValueError, "layer: 2 has no list of its own, it uses that of layer 1"),
+        (lambda: groups.put(7, chosen), ValueError, r"layer must be in 0\.\.6, layers of the model, got 7"),
+        (lambda: groups.put(1, chosen[:5]), ValueError, r"topk_indices: expected shape \[6, 20\]"),
+        (lambda: groups.put(1, chosen), None, ""),
+        (lambda: groups.get(5), ValueError, "layer: 5 uses the list of layer 4, this step has that of layer 1"),
+        (lambda: IndexGroups(SparseMLAConfig(8, 512), ()), ValueError, "config: layers of compress ratio 1 have no"),
+        (lambda: layer_sources(4, [4]), ValueError, r"sources must be in 0\.\.3, layers of the model, got 4"),
+        (lambda: layer_sources(4, 4), TypeError, "sources: expected numbers of layers"),
+    ):  # fmt: skip
+        if error is None:
+            call()
+            continue
+        with pytest.raises(error, match=f"^{message}"):
+            call()
+    held, cache = groups.get(3), step.caches["v32_fp8"]
+    with pytest.raises(ValueError, match=r"^valid_counts: expected None beside a list that IndexGroups has converted"):
+        engine.impl.forward_mqa(step.q, cache, metadata, held, valid_counts=np.zeros(6, np.int32))
+    with pytest.raises(ValueError, match=r"^topk_indices: converted for another step than metadata's"):
+        engine.impl.forward_mqa(step.q, cache, engine.builder.build(step.batch), held)
+    groups.build(metadata)
+    with pytest.raises(ValueError, match=r"^layer: 3 uses the list of layer 1, this step has none yet"):
+        groups.get(3)
 
 
 def test_hostile_indices(kind, rng) -> None:
@@ -305,6 +418,9 @@ def test_errors(rng) -> None:
         ({"kv_cache": step.caches["v32_fp8"][:, :4]}, ValueError, r"kv_cache: expected shape \[num_blocks, 8, 656\]"),
         ({"topk_indices": step.topk_indices[:, :19]}, ValueError, r"topk_indices: expected shape \[6, 20\]"),
         ({"out": np.zeros((6, 4, 576), BF16)}, ValueError, r"out: expected shape \[6, 4, 512\]"),
+        ({"sinks": np.zeros(5, np.float32)}, ValueError, r"sinks: expected shape \[4\]"),
+        ({"sinks": np.zeros(4)}, TypeError, "sinks: expected dtype float32"),
+        ({"valid_counts": np.zeros(5, np.int32)}, ValueError, r"valid_counts: expected shape \[6\]"),
     ]
     for change, error, message in cases:
         with pytest.raises(error, match=message):

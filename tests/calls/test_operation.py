@@ -741,11 +741,12 @@ def test_nested_tensors_are_refused(seen):
 
 
 def test_gradients(seen):
-    """A parameter that wants one is served where autograd is off."""
-    wanting = prefill()["q"].requires_grad_()
+    """A parameter that wants one is served where autograd is off; where it is on, not with a given result, and else as
+    `test_autograd.py` has it."""
+    wanting, out = prefill()["q"].requires_grad_(), torch.empty(3, 4, 512, dtype=torch.bfloat16)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"^q requires a gradient, and cupy_mla has no backward: call under"):
-            cupy_mla.sparse_prefill(**prefill(q=wanting))
+        with pytest.raises(RuntimeError, match=r"^q requires a gradient, and this call has no backward: call under"):
+            cupy_mla.sparse_prefill(**prefill(q=wanting, out=out))
         with torch.no_grad():
             for _ in range(3):
                 cupy_mla.sparse_prefill(**prefill(q=wanting))

@@ -269,3 +269,7 @@ def test_only_selections_make_no_logits_of_short_rows() -> None:
         9,
         9,
     ]
+    # No row is longer than k.
+    for width, launches in ((9, []), (10, [0])):
+        program = topk.select_rows_paged(gpu, PagedKeys(*pages, schedule), width, 9, True, 1 << 20, chosen)
+        assert (all_chosen(program), len(program)) == (launches, 1 + len(launches))

@@ -15,6 +15,15 @@ def test_slots(kind, rng, block_size, ratio):
     of_operation.test_slots(kind, rng, block_size, ratio)
 
 
+@pytest.mark.parametrize(("world", "interleave", "block_size"), [(2, 1, 16), (3, 4, 8)])
+def test_ranks(kind, rng, world, interleave, block_size):
+    of_operation.test_slots_of_ranks(kind, rng, world, interleave, block_size)
+
+
+def test_padding_tokens(kind, rng):
+    of_operation.test_slots_of_padding_tokens(kind, rng, 2)
+
+
 def test_edges(kind, rng):
     of_operation.test_slots_at_the_boundary(kind, rng)
 

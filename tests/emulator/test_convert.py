@@ -28,3 +28,4 @@ def test_slots(kind, rng, tokens: int, k: int, width: int) -> None:
     prefills, starts = rng.integers(-3, 3, tokens, dtype=np.int32), np.array([5, 2**31 - 9], np.int32)
     check(kind, request, table, positions, block_size)
     check(kind, request, table, positions, block_size, prefills, starts)
+    check(kind, request, table, positions, block_size, prefills, starts, stride=block_size + 5)

@@ -43,3 +43,8 @@ def test_equal_splits(kind, rng, num_splits):
 @pytest.mark.long(sample=1)
 def test_bits_of_a_request(kind, rng):
     dense_hopper.bits_of_a_request(kind, rng, REQUESTS)
+
+
+@pytest.mark.long(sample=1)
+def test_full_tiles_that_some_lines_see(kind, rng):
+    dense_hopper.full_tiles_that_some_lines_see(kind, rng, REQUESTS)

@@ -32,3 +32,8 @@ def test_blocks_that_are_not_there(kind, rng):
 @pytest.mark.long(sample=1)
 def test_a_call_again_with_other_lengths(kind, rng):
     dense_hopper.a_call_again_with_other_lengths(kind, rng, REQUESTS)
+
+
+@pytest.mark.long(sample=1)
+def test_full_tiles_that_some_lines_see(kind, rng):
+    dense_hopper.full_tiles_that_some_lines_see(kind, rng, REQUESTS)

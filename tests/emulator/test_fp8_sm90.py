@@ -3,15 +3,31 @@ so small that a CTA has several work items and an item several CTAs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+import cupy_mla
 from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.attention.divide import Clusters, Segments, Teams
 
 from .. import oracle
-from ..cases import Paged, check_decode, off_zero, paged, queries, run_decode, sinks, with_holes
+from ..cases import (
+    Paged,
+    check_decode,
+    check_result,
+    decode_oracle,
+    off_zero,
+    paged,
+    queries,
+    run_decode,
+    scale_of,
+    sinks,
+    with_holes,
+)
 from ..cuda.attention import evenly
+from ..kinds import BF16
 from .emulator import needs_compiler
 
 pytestmark = needs_compiler
@@ -63,6 +79,23 @@ def test_empty_tiles(force, kind, rng, fmt, division):
         q = off_zero(fmt, queries(rng, B, 1, h_q, fmt.d_qk), main, extra)
         force(division=division)
         check_decode(kind, fmt, q, main, extra, sink=sinks(rng, h_q), out_gaps=(0, 0, 0, 2))
+
+
+@pytest.mark.long(sample=2)
+@pytest.mark.parametrize("division", ["whole", "clusters(splits=3, cluster=3)", evenly.shares(32, ctas=7)], ids=str)
+@pytest.mark.parametrize("fmt", [oracle.PLAIN_576, oracle.PLAIN_512], ids=lambda fmt: fmt.name)
+def test_a_scale_of_the_call(force, kind, rng, fmt, division):
+    """It is that of all rows, which the host knows or the device."""
+    fmt = replace(fmt, scale=float(np.float32(2.0 ** rng.uniform(-9, -4))))
+    main, _ = with_empty_tiles(rng, fmt, extra=False, lengths=bool(rng.integers(2)))
+    q = off_zero(fmt, queries(rng, B, 1, int(rng.integers(1, 33)), fmt.d_qk), main)
+    force(division=division)
+    scale = kind.put(np.array([fmt.scale], np.float32)) if rng.integers(2) else fmt.scale
+    arrays = map(kind.put, (q, main.cache, main.indices))
+    got = cupy_mla.sparse_decode(*arrays, scale_of(q, None), topk_length=kind.put(main.length), k_scale=scale)
+    want = decode_oracle(fmt, q, main)
+    oracle.assert_close(check_result(kind, got[0], BF16), want[0], "decode out")
+    oracle.assert_close(check_result(kind, got[1], np.dtype(np.float32)), want[1], "decode lse")
 
 
 @pytest.mark.long

@@ -20,3 +20,8 @@ def test_lengths(kind, rng, requests, decodes):
     want = oracle_v4.prefill_gather_lens(batch.seq_lens, batch.query_start_loc, decodes, 8)
     got = compute_prefill_gather_lens(kind.put(batch.seq_lens), kind.put(batch.query_start_loc), decodes, 8)
     np.testing.assert_array_equal(kind.take(got), want)
+    start = rng.integers(-1, 200, requests, dtype=np.int32)
+    want = oracle_v4.prefill_gather_lens(batch.seq_lens, batch.query_start_loc, decodes, 8, start)
+    arrays = (kind.put(a) for a in (batch.seq_lens, batch.query_start_loc))
+    got = compute_prefill_gather_lens(*arrays, decodes, 8, replay_start=kind.put(start))
+    np.testing.assert_array_equal(kind.take(got), want)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ..ops import test_candidates as of_candidates
 from ..ops import test_logits as of_operation
 from .emulator import needs_compiler
 
@@ -26,3 +27,23 @@ def test_compact_rows(kind, rng):
 
 def test_pages(kind, rng):
     of_operation.test_paged(kind, rng, 4, 3, 64, 15, 90, exact=True)
+
+
+@pytest.mark.parametrize(("b", "n", "heads", "block_size", "longest"), [(3, 2, 32, 16, 100), (2, 7, 48, 7, 65)])
+def test_pages_of_mxfp4(kind, rng, b, n, heads, block_size, longest):
+    for exact in (False, True):
+        of_candidates.test_logits_over_mxfp4(kind, rng, b, n, heads, block_size, longest, exact)
+
+
+@pytest.mark.parametrize("token_bytes", [of_candidates.FP8, of_candidates.MXFP4])
+@pytest.mark.parametrize(("tokens", "heads", "block_size", "blocks"), [(9, 64, 16, 3), (5, 8, 1, 1), (3, 32, 8, 30)])
+def test_candidates(kind, rng, tokens, heads, block_size, blocks, token_bytes):
+    of_candidates.test_candidate_logits(kind, rng, tokens, heads, block_size, blocks, token_bytes)
+
+
+def test_hostile_candidates(kind, rng):
+    of_candidates.test_hostile_candidates(kind, rng)
+
+
+def test_rows_of_candidates(kind, rng):
+    of_candidates.test_select_candidate_rows(kind, rng, 20, of_candidates.MXFP4)

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 from cupy_mla import (
+    candidate_logits,
     indexer_logits,
     paged_indexer_logits,
     paged_indexer_schedule,
+    select_candidate_rows,
     select_rows,
     select_rows_paged,
 )
 
+from ..ops import test_candidates as of_candidates
 from ..ops.test_logits import paged, put, ragged
 from .emulator import needs_compiler
 
@@ -45,6 +48,43 @@ def test_logits_of_pages(kind, rng, n: int, heads: int, shares: int | None) -> N
     _assert_same(kind.take(out), paged_indexer_logits(**inputs), False)
     got = select_rows_paged(**there, schedule=schedule, k=63, slots=True)
     np.testing.assert_array_equal(kind.take(got), select_rows_paged(**inputs, k=63, slots=True))
+
+
+@pytest.mark.parametrize(
+    ("b", "n", "heads", "block_size", "longest"),
+    [(2, 1, 64, 64, 700), (5, 2, 32, 64, 200), (3, 2, 64, 20, 130), (2, 3, 48, 16, 100), (1, 7, 32, 64, 90)],
+)
+def test_logits_of_mxfp4(kind, rng, b: int, n: int, heads: int, block_size: int, longest: int) -> None:
+    inputs = of_candidates.paged(rng, b, n, heads, block_size, longest, exact=True)
+    inputs["kv_cache"] = _aligned(inputs["kv_cache"])
+    got = kind.take(paged_indexer_logits(**put(kind, inputs)))
+    np.testing.assert_array_equal(got, paged_indexer_logits(**inputs))
+
+
+def test_mxfp4_of_many_sizes(kind, rng) -> None:
+    """Scales of a key up to 2^14 apart."""
+    inputs = of_candidates.paged(rng, 2, 2, 32, 64, 300)
+    inputs["kv_cache"] = _aligned(inputs["kv_cache"])
+    of_candidates.check(kind.take(paged_indexer_logits(**put(kind, inputs))), paged_indexer_logits(**inputs))
+
+
+@pytest.mark.parametrize("token_bytes", [of_candidates.FP8, of_candidates.MXFP4])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "block_size", "blocks"), [(9, 64, 16, 3), (140, 24, 4, 7), (3, 32, 64, 24)]
+)
+def test_candidates(kind, rng, tokens: int, heads: int, block_size: int, blocks: int, token_bytes: int) -> None:
+    inputs = of_candidates.candidates_of(rng, tokens, heads, block_size, blocks, True, token_bytes)
+    inputs["kv_cache"] = _aligned(inputs["kv_cache"])
+    out = kind.put(np.full((tokens, 8 * blocks), 7, np.float32))
+    there = put(kind, inputs)
+    np.testing.assert_array_equal(kind.take(candidate_logits(**there, out=out)), candidate_logits(**inputs))
+    got = kind.take(select_candidate_rows(**there, k=9))
+    np.testing.assert_array_equal(got, select_candidate_rows(**inputs, k=9))
+
+
+def _aligned(cache: np.ndarray) -> np.ndarray:
+    """Blocks allow 16-byte loads."""
+    return np.ascontiguousarray(cache)
 
 
 def _assert_same(got: np.ndarray, expected: np.ndarray, clean: bool) -> None:

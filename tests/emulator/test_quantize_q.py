@@ -7,6 +7,7 @@ import pytest
 
 from ..kinds import BF16
 from ..ops import test_logits as of_operation
+from ..ops import test_mxfp4 as of_mxfp4
 from .emulator import needs_compiler
 
 pytestmark = needs_compiler
@@ -24,3 +25,12 @@ def test_rope(kind, rng, interleaved):
 
 def test_nan_and_infinity(kind):
     of_operation.test_quantize_nan_and_infinity(kind)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dtype"), [(1, 64, np.float32), (7, 24, BF16)])
+def test_mxfp4(kind, rng, tokens, heads, dtype):
+    of_mxfp4.test_quantize_queries(kind, rng, tokens, heads, dtype)
+
+
+def test_mxfp4_with_rope(kind, rng):
+    of_mxfp4.test_queries_are_rotated_first(kind, rng)

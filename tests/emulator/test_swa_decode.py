@@ -21,3 +21,10 @@ def test_edges(kind, rng):
 
 def test_hostile_numbers(kind, rng):
     of_operation.test_swa_of_hostile_numbers(kind, rng)
+    of_operation.test_swa_of_hostile_images(kind, rng)
+
+
+@pytest.mark.parametrize(("window", "most"), [(5, 40), (128, 70)])
+def test_images_and_replayed_prefixes(kind, rng, window, most):
+    of_operation.test_swa_of_images(kind, rng, window, most)
+    of_operation.test_swa_of_replayed_prefixes(kind, rng, window)

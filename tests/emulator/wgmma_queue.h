@@ -10,9 +10,9 @@
 namespace emu {
 struct Wgmma {
     void (*run)(const Wgmma&);
-    float* c;                  // accumulators of this thread
-    uint64_t a, b;             // operands in shared memory
-    float a_registers[2][16];  // A in registers: the thread's two rows
+    float* c;               // accumulators of this thread
+    uint64_t a, b;          // operands in shared memory
+    float a_registers[64];  // A in registers: the thread's two rows, one behind the other
 };
 
 struct WgmmaQueue {

@@ -38,7 +38,9 @@ def imported(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(package.parent))
     yield
-    adapters = [f"{plugin.__name__}.{name}" for name in (*plugin.ADAPTERS, "indexer", "deepseek_v4")]
+    adapters = [
+        f"{plugin.__name__}.{name}" for name in (*plugin.ADAPTERS, "indexer", "deepseek_v4", "short", "dense_mla")
+    ]
     for name in list(sys.modules):
         if name.partition(".")[0] == "vllm" or name in adapters:
             del sys.modules[name]

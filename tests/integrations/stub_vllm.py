@@ -9,6 +9,63 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
+# What dense MLA backends share, which is the same in 0.22 and 0.33.
+DENSE_MLA = """
+        from dataclasses import dataclass
+        from enum import Enum
+        from typing import Any
+
+        from vllm.v1.attention.backend import AttentionBackend, AttentionImplBase
+
+        class QueryLenSupport(Enum):
+            SINGLE_ONLY = 1
+            UNIFORM = 2
+
+        class MLACommonBackend(AttentionBackend):
+            @staticmethod
+            def get_name():
+                return "TRITON_MLA"
+
+            @staticmethod
+            def get_builder_cls():
+                return MLACommonMetadataBuilder
+
+            @classmethod
+            def get_supported_head_sizes(cls):
+                return [320, 576]
+
+            @classmethod
+            def is_mla(cls):
+                return True
+
+        @dataclass
+        class MLACommonDecodeMetadata:
+            block_table: Any
+            seq_lens: Any
+            dcp_tot_seq_lens: Any = None
+
+        @dataclass
+        class MLACommonMetadata:
+            num_decodes: int
+            num_decode_tokens: int
+            decode: Any = None
+
+        @dataclass
+        class MLADims:
+            qk_rope_head_dim: int
+
+        class MLACommonMetadataBuilder:
+            query_len_support = QueryLenSupport.SINGLE_ONLY
+            reorder_batch_threshold = 1
+
+        class MLACommonImpl(AttentionImplBase):
+            def __init__(self, scale):
+                self.scale = scale
+
+            def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+                raise NotImplementedError
+        """
+
 SOURCES = {
     "__init__": "",
     "envs": "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = 1\n",
@@ -17,11 +74,31 @@ SOURCES = {
         def eager_break_during_capture(function):
             return function
         """,
-    "config": """
+    "config/__init__": """
         current = None
 
         def get_current_vllm_config():
             return current
+
+        def get_current_vllm_config_or_none():
+            return current
+        """,
+    "config/attention": """
+        class AttentionConfig:
+            hisparse_config = None
+        """,
+    "config/vllm": """
+        class VllmConfig:
+            attention_config: object
+            model_config: object
+            parallel_config: object
+        """,
+    "config/model": """
+        class ModelConfig:
+            hf_text_config: object
+
+            def get_num_attention_heads(self, parallel_config):
+                raise NotImplementedError
         """,
     "forward_context": """
         from types import SimpleNamespace
@@ -70,11 +147,37 @@ SOURCES = {
     "v1/attention/__init__": "",
     "v1/attention/backend": """
         from dataclasses import dataclass
+        from enum import Enum
         from typing import Any
+
+        class AttentionCGSupport(Enum):
+            UNIFORM_BATCH = 2
+
+        class AttentionBackend:
+            supported_dtypes = []
+            supported_kv_cache_dtypes = []
+
+            @staticmethod
+            def get_impl_cls():
+                raise NotImplementedError
+
+            @classmethod
+            def supports_compute_capability(cls, capability):
+                return True
+
+        class AttentionLayer:
+            _q_scale: Any
+            _k_scale: Any
+
+        class AttentionImplBase:
+            can_return_lse_for_decode = False
+            need_to_return_lse_for_decode = False
+            scale: float
 
         @dataclass
         class CommonAttentionMetadata:
             query_start_loc: Any
+            query_start_loc_cpu: Any
             seq_lens: Any
             num_reqs: int
             num_actual_tokens: int
@@ -82,6 +185,7 @@ SOURCES = {
             max_seq_len: int
             block_table_tensor: Any
             slot_mapping: Any
+            causal: bool = True
 
         class AttentionMetadataBuilder:
             reorder_batch_threshold = None
@@ -323,6 +427,8 @@ SOURCES = {
                 return self._forward_method(*args, **kwargs)
         """,
     "model_executor/layers/__init__": "",
+    "model_executor/layers/attention/__init__": "",
+    "model_executor/layers/attention/mla_attention": DENSE_MLA,
     "model_executor/layers/sparse_attn_indexer": """
         from vllm.model_executor.custom_op import CustomOp
         from vllm.utils.import_utils import has_deep_gemm
@@ -379,16 +485,51 @@ SOURCES = {
 SOURCES_33 = {
     name: source
     for name, source in SOURCES.items()
-    if name.startswith(("model_executor/models", "models", "utils"))
+    if name.startswith(("model_executor/models", "models", "utils", "config"))
     or name.endswith(("__init__", "envs", "config", "registry", "custom_op"))
 } | {
     "v1/attention/backend": """
+        from dataclasses import dataclass
         from enum import Enum
+        from typing import Any
+
+        @dataclass
+        class CommonAttentionMetadata:
+            query_start_loc: Any
+            query_start_loc_cpu: Any
+            seq_lens: Any
+            num_reqs: int
+            num_actual_tokens: int
+            max_query_len: int
+            max_seq_len: int
+            block_table_tensor: Any
+            slot_mapping: Any
+            causal: bool = True
 
         class AttentionCGSupport(Enum):
             UNIFORM_BATCH = 2
 
+        class AttentionMetadataBuilder:
+            kv_cache_spec: Any
+
+        class AttentionBackend:
+            supported_dtypes = []
+            supported_kv_cache_dtypes = []
+
+            @staticmethod
+            def get_impl_cls():
+                raise NotImplementedError
+
+            @classmethod
+            def supports_compute_capability(cls, capability):
+                return True
+
+        class AttentionLayer:
+            _q_scale: Any
+            _k_scale: Any
+
         class AttentionImplBase:
+            scale: float
             can_return_lse_for_decode: bool = False
             lse_base_on_e: bool = True
             need_to_return_lse_for_decode: bool = False
@@ -400,6 +541,10 @@ SOURCES_33 = {
                 self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
             ):
                 raise NotImplementedError
+        """,
+    "v1/kv_cache_interface": """
+        class MLAAttentionSpec:
+            cache_dtype_str = None
         """,
     "v1/attention/backends/mla/sparse_utils": """
         def flat_kv_row_view(kv_cache, block_size):
@@ -431,8 +576,8 @@ SOURCES_33 = {
             def supports_compute_capability(cls, capability):
                 return capability.major in (9, 10)
         """,
-    "model_executor/layers/attention/__init__": "",
-    "model_executor/layers/attention/mla_attention": """
+    "model_executor/layers/attention/mla_attention": DENSE_MLA
+    + """
         from vllm.v1.attention.backend import MLAAttentionImpl
 
         class MLACommonBaseImpl(MLAAttentionImpl):
@@ -453,9 +598,16 @@ SOURCES_33 = {
 
             def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
                 self.threshold = None
+                self.kv_cache_spec, self.vllm_config, self.topk_tokens = kv_cache_spec, vllm_config, 20
+                self.model_config = self.mla_dims = vllm_config and vllm_config.model_config
+                self.dcp_world_size, self.use_pcp = 1, False
 
             def _init_reorder_batch_threshold(self, reorder_batch_threshold=1, supports_spec_as_decode=False):
                 self.threshold = reorder_batch_threshold, supports_spec_as_decode
+                self.reorder_batch_threshold = reorder_batch_threshold
+
+            def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+                return SparseMLACommonMetadata()
 
         class SparseMLACommonImpl(MLACommonBaseImpl):
             def __init__(self, scale, kv_cache_dtype, qk_rope_head_dim, topk_indices_buffer):

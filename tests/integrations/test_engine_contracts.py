@@ -48,6 +48,7 @@ def test_vllm(caplog, version: str, adapter: str) -> None:
     package = sources("vllm", version)
     assert missing(package, plugin.ADAPTERS[adapter]) == []
     assert plugin.adapter(package) == adapter
+    assert plugin.has_dense_mla(package)
     assert caplog.records == []
 
 

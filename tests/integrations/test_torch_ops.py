@@ -206,13 +206,15 @@ def test_weight_absorption_in_a_graph(kind, rng):
 @every_operation
 def test_no_backward(kind, rng, name):
     """An error that says so: of the public function at once, of the custom op when the gradient is asked for."""
+    if name in ("sparse_prefill", "flash_mla_sparse_fwd"):
+        pytest.skip("has one: test_autograd.py")
     call = OPERATIONS[name](rng)
     arrays = {n: kind.put(a) for n, a in call.arrays.items()}
     wanting = next((n for n, a in arrays.items() if a.is_floating_point() and n not in call.written), None)
     if wanting is None:
         pytest.skip("takes integers only")
     arrays[wanting].requires_grad_()
-    with pytest.raises(RuntimeError, match=rf"^{wanting} requires a gradient, and cupy_mla has no backward"):
+    with pytest.raises(RuntimeError, match=rf"^{wanting} requires a gradient, and this call has no backward"):
         call.operation(**arrays, **call.settings)
     with torch.no_grad():
         call.operation(**arrays, **call.settings)

@@ -20,11 +20,12 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
 from cupy_mla.metadata.batch import BatchMetadata  # noqa: E402
 from tests import indexers, oracle_indexer  # noqa: E402
-from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, assert_result, make_step  # noqa: E402
+from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, TOPK, assert_result, make_step  # noqa: E402
 from tests.kinds import E4M3  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 K, HEADS, MAX_LEN = 6, 8, 32
+HOSTILE = 1 << 20  # a token of nobody
 
 
 def loaded(name: str) -> ModuleType:
@@ -38,7 +39,8 @@ def modules(vllm: None) -> Iterator[SimpleNamespace]:
     loaded("vllm.config").current = SimpleNamespace(speculative_config=None, compilation_config=compilation)
     indexer = loaded(f"{plugin.__name__}.indexer")
     yield SimpleNamespace(
-        sparse_mla=loaded(f"{plugin.__name__}.sparse_mla"), indexer=indexer, splitting_ops=compilation.splitting_ops,
+        sparse_mla=loaded(f"{plugin.__name__}.sparse_mla"), indexer=indexer, short=loaded(f"{plugin.__name__}.short"),
+        splitting_ops=compilation.splitting_ops,
         stock=loaded("vllm.v1.attention.backends.mla.flashmla_sparse"),
         metadata=loaded("vllm.v1.attention.backends.mla.indexer"), context=loaded("vllm.forward_context").context,
     )  # fmt: skip
@@ -63,9 +65,11 @@ def as_torch(array: np.ndarray) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("mode", "place"), [(None, "CUSTOM"), ("", "CUSTOM"), ("custom", "CUSTOM"), ("override", "FLASHMLA_SPARSE")]
-)
-def test_registers(vllm, monkeypatch, mode: str | None, place: str) -> None:
+    ("mode", "place", "path"),
+    [*((mode, "CUSTOM", "custom.sparse_mla") for mode in (None, "", "custom")),
+     ("override", "FLASHMLA_SPARSE", "sparse_mla.CupyMLASparseBackend")],
+)  # fmt: skip
+def test_registers(vllm, monkeypatch, mode: str | None, place: str, path: str) -> None:
     """The class that it names is the backend; asking for it is what imports the adapter."""
     monkeypatch.delenv("CUPY_MLA_VLLM", raising=False)
     if mode is not None:
@@ -73,7 +77,7 @@ def test_registers(vllm, monkeypatch, mode: str | None, place: str) -> None:
     plugin.register()
     plugin.register()
     registered = loaded("vllm.v1.attention.backends.registry").registered
-    assert registered == {place: "cupy_mla.integrations.vllm.sparse_mla.CupyMLASparseBackend"}
+    assert registered == {place: f"cupy_mla.integrations.vllm.{path}"}
     assert f"{plugin.__name__}.sparse_mla" not in sys.modules
     assert "vllm.v1.attention.backends.mla.flashmla_sparse" not in sys.modules
 
@@ -82,7 +86,7 @@ def test_registers_in_a_later_vllm(vllm_33, monkeypatch, caplog) -> None:
     monkeypatch.delenv("CUPY_MLA_VLLM", raising=False)
     plugin.register()
     registered = loaded("vllm.v1.attention.backends.registry").registered
-    assert registered == {"CUSTOM": "cupy_mla.integrations.vllm.sparse_mla_common.CupyMLASparseBackend"}
+    assert registered == {"CUSTOM": "cupy_mla.integrations.vllm.custom.sparse_mla_common"}
     assert caplog.records == []
 
 
@@ -197,11 +201,13 @@ def test_another_vllm_is_left_alone(package, tmp_path, vllm, monkeypatch, caplog
 
 def test_the_stand_ins_are_what_the_adapter_needs(package) -> None:
     assert plugin.missing(package, plugin.FLASHMLA_SPARSE) == []
+    assert plugin.missing(package, plugin.DENSE_MLA) == []
     assert plugin.missing(package, plugin.DEEPSEEK_V4) == []
 
 
 def test_the_later_stand_ins_are_what_the_adapter_needs(package_33) -> None:
     assert plugin.missing(package_33, plugin.SPARSE_MLA_COMMON) == []
+    assert plugin.missing(package_33, plugin.DENSE_MLA) == []
     assert plugin.missing(package_33, plugin.DEEPSEEK_V4) == []
 
 
@@ -242,7 +248,7 @@ PATHS = {"bf16": ("auto", 8), "mixed": ("fp8_ds_mla", 8), "separate": ("fp8_ds_m
 def test_attention(modules, rng, path: str, query_lens: list[int], pair: bool) -> None:
     """Against float64 attention over the chosen rows. Metadata are built without FlashMLA's schedule."""
     cache_type, heads = PATHS[path]
-    step = make_step(rng, heads, query_lens)
+    step = make_step(rng, heads, query_lens, all_listed=True)
     tokens = sum(query_lens)
     padded = tokens + 2 if path != "separate" or max(query_lens) > 1 else tokens  # graphs pad the batch
     topk_buffer = torch.full((64, step.topk_indices.shape[1]), -1, dtype=torch.int32)
@@ -264,8 +270,9 @@ def test_attention(modules, rng, path: str, query_lens: list[int], pair: bool) -
 
 def vllm_batch(batch: BatchMetadata, tokens: int) -> SimpleNamespace:
     """vLLM's description of a batch, which may be padded to more tokens."""
+    starts = as_torch(batch.query_start_loc)
     return loaded("vllm.v1.attention.backend").CommonAttentionMetadata(
-        query_start_loc=as_torch(batch.query_start_loc), seq_lens=as_torch(batch.seq_lens),
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=as_torch(batch.seq_lens),
         num_reqs=len(batch.seq_lens), num_actual_tokens=tokens, max_query_len=int(batch.query_lens.max()),
         max_seq_len=int(batch.seq_lens.max()), block_table_tensor=as_torch(batch.block_table),
         slot_mapping=as_torch(batch.slot_mapping),
@@ -313,6 +320,86 @@ def test_nothing_is_computed_for_decodes_of_one_token(
         assert metadata.decode.seq_lens.data_ptr() == batch.seq_lens.data_ptr()
         assert not metadata.decode.requires_padding
         assert modules.indexer._same_decodes(got, metadata, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("longest", [TOPK - 1, TOPK, TOPK + 1])
+@pytest.mark.parametrize(
+    ("query_lens", "decode_len", "decodes"),
+    [([1, 1, 1], 1, True), ([1, 1, 0], 1, True), ([2, 2], 2, True), ([2, 1, 1], 2, False), ([5], 1, False),
+     ([1, 6], 1, False)],
+    ids=str,
+)  # fmt: skip
+def test_short_contexts(
+    modules, rng, path: str, longest: int, query_lens: list[int], decode_len: int, decodes: bool
+) -> None:
+    """Decodes alone of contexts of at most topk tokens attend over all rows; their lists are poisoned."""
+    cache_type, heads = PATHS[path]
+    lens = [longest, *query_lens[1:]]
+    step = make_step(rng, heads, query_lens, lens, all_listed=True)
+    tokens = len(query_lens) * max(query_lens) if max(query_lens) <= decode_len else sum(query_lens)  # padded
+    builder = modules.sparse_mla.CupyMLASparseBuilder(heads, BLOCK_SIZE, cache_type == "fp8_ds_mla", decode_len)
+    metadata = builder.build(0, vllm_batch(step.batch, tokens))
+    dense = modules.short.dense_decodes_of(metadata)
+    assert (dense is not None) == (decodes and longest <= TOPK)
+    lists = torch.full((64, TOPK), HOSTILE, dtype=torch.int32)
+    if dense is None:
+        lists[: sum(query_lens)] = as_torch(valid_first(step.topk_indices))
+    impl = modules.sparse_mla.CupyMLASparseImpl(heads, 576, SCALE, cache_type, indexer=layer_indexer(lists))
+    q = torch.zeros(tokens, heads, 576, dtype=torch.bfloat16)
+    q[: sum(query_lens)] = as_torch(step.q)
+    cache = as_torch(step.caches["bf16" if path == "bf16" else "v32_fp8"])
+    got, _ = impl.forward_mqa((q[..., :512], q[..., 512:].clone()), cache, metadata, None)
+    assert_result(got[: sum(query_lens)].float().numpy(), step.want)
+
+
+def test_a_captured_step_takes_lists(modules, rng, monkeypatch) -> None:
+    """vLLM says `max_model_len` of a step that it captures. Should one say less, the capture is seen."""
+    batch = vllm_batch(make_step(rng, 8, [1, 1], [TOPK, 3]).batch, 2)
+    builder = modules.sparse_mla.CupyMLASparseBuilder(8, BLOCK_SIZE, False)
+    metadata = builder.build(0, batch)
+    batch.max_seq_len = MAX_LEN
+    assert modules.short.dense_decodes_of(builder.build(0, batch)) is None
+    assert modules.short.dense_decodes_of(metadata) is not None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert modules.short.dense_decodes_of(metadata) is None
+
+
+@pytest.mark.parametrize("longest", [K - 1, K, K + 1])
+def test_the_indexer_chooses_for_attention_that_takes_lists(modules, rng, longest: int) -> None:
+    """In a step whose attention takes all rows it only writes keys. Whoever takes lists all the same is told."""
+    table = as_torch(rng.permutation(9)[:8].reshape(2, 4).astype(np.int32))
+    batch = modules.metadata.DeepseekV32IndexerMetadata(
+        None, longest, torch.tensor([1, 2]), 2, 2, 0, 0,
+        modules.metadata.DeepSeekV32IndexerDecodeMetadata(
+            table, torch.tensor([[longest], [2]], dtype=torch.int32), None, False, None
+        ),
+    )  # fmt: skip
+    buffer = torch.full((2, K), 77, dtype=torch.int32)
+    indexer = layer_indexer(buffer)
+    cache = indexer.k_cache.kv_cache = torch.zeros(9, BLOCK_SIZE, 132, dtype=torch.uint8)
+    impl = modules.sparse_mla.CupyMLASparseImpl(HEADS, 576, SCALE, "auto", indexer=indexer)
+    builder = modules.sparse_mla.CupyMLASparseBuilder(HEADS, BLOCK_SIZE, False)
+    builder.topk_tokens = K
+    starts = torch.arange(3)
+    attention = builder.build(0, loaded("vllm.v1.attention.backend").CommonAttentionMetadata(
+        starts, starts, batch.decode.seq_lens[:, 0], 2, 2, 1, longest, table, batch.slot_mapping,
+    ))  # fmt: skip
+    modules.context.attn_metadata = {"layer.indexer.k_cache": batch, "layer.attn": attention}
+    q8, w = torch.ones(2, HEADS, 128).to(torch.float8_e4m3fn), torch.ones(2, HEADS)
+    indexer.indexer_op(torch.zeros(2, 4), q8, torch.ones(2, 128).bfloat16(), w)
+    assert cache[0, 1:3].any(), "the keys"
+    rows = torch.randn(9, BLOCK_SIZE, 576).bfloat16()
+    q = torch.randn(2, HEADS, 576).bfloat16()
+    got = impl.forward_mqa(q, rows, attention, None)[0]
+    vars(attention)[modules.short.NAME] = None
+    if longest <= K:
+        assert (buffer == 77).all()
+        with pytest.raises(RuntimeError, match="the indexer chose nothing"):
+            impl.forward_mqa(q, rows, attention, None)
+        indexer.indexer_op(torch.zeros(2, 4), q8, torch.ones(2, 128).bfloat16(), w)
+    assert torch.allclose(impl.forward_mqa(q, rows, attention, None)[0].float(), got.float(), rtol=1 / 64, atol=1e-3)
 
 
 @pytest.mark.parametrize("path", ["bf16", "mixed"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
-from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, Step, assert_result, make_step  # noqa: E402
-from tests.integrations.test_vllm import as_torch  # noqa: E402
+from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, TOPK, Step, assert_result, make_step  # noqa: E402
+from tests.integrations.test_vllm import HOSTILE, as_torch, vllm_batch  # noqa: E402
 
 CACHES = {"bf16": ("auto", "bf16"), "fp8": ("fp8_ds_mla", "v32_fp8")}
 
@@ -76,6 +77,54 @@ def test_attention(adapter, rng, rope: bool, cache: str, query_lens: list[int], 
     assert lse is None
     assert_result(got.float().numpy(), step.want)
     assert impl.supports_dense_mha_prefill == (rope or cache == "bf16")
+
+
+def builder_of(adapter, cache: str, rope: bool = True, heads: int = 12, **fields: Any) -> Any:
+    model = SimpleNamespace(qk_rope_head_dim=64 if rope else 0, get_num_attention_heads=lambda parallel: heads)
+    attention = SimpleNamespace(hisparse_config=fields.pop("hisparse", None))
+    config = SimpleNamespace(model_config=model, attention_config=attention, parallel_config=None)
+    spec = SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype_str=CACHES[cache][0])
+    builder = adapter.CupyMLASparseBackend.get_builder_cls()(spec, [], config, None)
+    vars(builder).update(fields)
+    return builder
+
+
+@pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("longest", [TOPK - 1, TOPK, TOPK + 1])
+@pytest.mark.parametrize("pair", [True, False], ids=["parts", "whole"])
+def test_short_contexts(adapter, rng, rope: bool, cache: str, longest: int, pair: bool) -> None:
+    """Decodes of at most topk tokens attend over all rows; their lists are poisoned."""
+    step = make_step(rng, 12, [1, 1, 1], [longest, 1, 9], rope=rope, all_listed=True)
+    built = builder_of(adapter, cache, rope).build(0, vllm_batch(step.batch, 3))
+    dense = adapter.short.dense_decodes_of(built)
+    assert (dense is not None) == (longest <= TOPK)
+    cache_type, layout = CACHES[cache]
+    rows = as_torch(step.caches[layout])
+    if not rope and cache == "bf16":
+        rows = rows[..., :512].contiguous()
+    lists = as_torch(step.topk_indices)
+    q = as_torch(step.q)
+    nope, pe = q[..., :512], q[..., 512:].clone()
+    if not rope:
+        q, pe = nope, pe[..., :0]
+    if dense is None:
+        built = metadata(step, 3)
+    else:
+        lists.fill_(HOSTILE)
+    impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64 if rope else 0, lists)
+    got, lse = impl.forward_mqa((nope, pe) if pair else q.contiguous(), spread(rows, 3), built, None)
+    assert lse is None
+    assert_result(got.float().numpy(), step.want)
+
+
+@pytest.mark.parametrize("fields", [{"dcp_world_size": 2}, {"use_pcp": True}, {"hisparse": "on"}], ids=str)
+def test_ranks_and_caches_elsewhere_take_lists(adapter, rng, fields: dict[str, Any]) -> None:
+    batch = vllm_batch(make_step(rng, 12, [1, 1], [TOPK, 2]).batch, 2)
+    assert adapter.short.dense_decodes_of(builder_of(adapter, "bf16").build(0, batch)) is not None
+    assert adapter.short.dense_decodes_of(builder_of(adapter, "bf16", **fields).build(0, batch)) is None
+    batch.causal = False
+    assert adapter.short.dense_decodes_of(builder_of(adapter, "bf16").build(0, batch)) is None
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -15,10 +15,14 @@ from tests.batches import queries, table_for
 from tests.metadata.test_sparse_mla import place_of
 
 MAX_MODEL_LEN = 203
-MODELS = {1: {"model": "v32"}, 4: {"d_qk": 512, "cache_layout": "v4_fp8", "compress_ratio": 4}}
+V41 = {"d_qk": 512, "cache_layout": "v4_fp8", "model": "v41"}
+MODELS = {
+    1: {"model": "v32"}, 4: {"d_qk": 512, "cache_layout": "v4_fp8", "compress_ratio": 4},
+    "C1A": {**V41, "compress_ratio": 1}, "C2A": {**V41, "compress_ratio": 2},
+}  # fmt: skip
 
 
-def config(ratio: int = 1, **changes) -> SparseMLAConfig:
+def config(ratio: int | str = 1, **changes) -> SparseMLAConfig:
     fields = {
         "num_heads": 8, "topk": 16, "block_size": 8, "max_num_seqs": 12, "max_num_batched_tokens": 150,
         "max_model_len": MAX_MODEL_LEN, **MODELS[ratio],
@@ -59,10 +63,11 @@ def check(kind, built: IndexerMetadata, batch: BatchMetadata, decodes: int, sett
     assert counts == (built.num_decodes, built.num_prefills, built.num_decode_tokens, built.num_prefill_tokens)
     assert (built.num_actual_tokens, built.block_size, built.topk_tokens) == (len(tokens), settings.block_size, 16)
     slots = batch.slot_mapping
-    if ratio > 1:
+    if settings.is_v4:
         slots = oracle_v4.compressed_slot_mapping(
-            len(tokens), batch.query_start_loc, batch.seq_lens, batch.block_table, rows, ratio, len(tokens)
-        )
+            len(tokens), batch.query_start_loc, batch.seq_lens, batch.block_table, rows, ratio, len(tokens),
+            batch.slot_mapping,
+        )  # fmt: skip
     check_array(kind, built.slot_mapping, slots, np.int64)
     table = batch.block_table[:, : -(-MAX_MODEL_LEN // settings.block_size)]
     check_decodes(kind, built, tokens[:decode_tokens], table, settings)
@@ -143,10 +148,10 @@ def check_prefills(kind, built, tokens, decode_tokens: int, batch, table, settin
 
 @pytest.mark.parametrize("max_workspace_bytes", [1, 3000, 9000, 1 << 20])
 @pytest.mark.parametrize("speculative", [0, 2])
-@pytest.mark.parametrize("ratio", [1, 4])
-def test_batches(kind, rng, ratio: int, speculative: int, max_workspace_bytes: int) -> None:
+@pytest.mark.parametrize("ratio", [1, 4, "C1A", "C2A"])
+def test_batches(kind, rng, ratio: int | str, speculative: int, max_workspace_bytes: int) -> None:
     """Batches one after the other: mixed, of decodes alone, of prefills alone."""
-    block_size = int(rng.choice([4, 8, 64, 64 * ratio]))
+    block_size = int(rng.choice([4, 8, 64, 64 * MODELS[ratio].get("compress_ratio", 1)]))
     settings = config(
         ratio, num_speculative_tokens=speculative, max_workspace_bytes=max_workspace_bytes, block_size=block_size
     )
@@ -243,5 +248,7 @@ def test_configs_of_layers_without_an_indexer_are_refused() -> None:
     for ratio in (1, 128):
         with pytest.raises(ValueError, match=rf"config: layers .* kind 'v4' have compress_ratio 4, got {ratio}"):
             IndexerMetadataBuilder(config(4, compress_ratio=ratio, block_size=128))
+    with pytest.raises(ValueError, match=r"config: layers .* kind 'v41' have compress_ratio 1 or 2, got 0"):
+        IndexerMetadataBuilder(config("C1A", compress_ratio=0))
     with pytest.raises(TypeError, match="config: expected"):
         IndexerMetadataBuilder("v32")

@@ -50,22 +50,33 @@ def check_swa(kind, built: SparseSWAMetadata, batch: BatchMetadata, counts: tupl
     table, valid = batch.block_table[:, :width], batch.slot_mapping >= 0
     request = np.array([r for r, n in enumerate(batch.query_lens) for _ in range(n)], np.int32)
     starts, seq_lens = batch.query_start_loc, batch.seq_lens
+    requests, images = batch.num_reqs, built.config.max_image_tokens
+    replay = np.zeros(requests, int) if batch.replay_start is None else batch.replay_start
+    visible = [np.zeros(len(valid), int) if v is None else v for v in (batch.left_visible, batch.right_visible)]
     slots, lens = oracle_v4.swa_indices_and_lens(
-        starts, seq_lens, request[:decode_tokens], valid, table, built.block_size, WINDOW
+        starts, seq_lens, request[:decode_tokens], valid, table, built.block_size, WINDOW, replay, *visible, images
     )
+    gather_lens = oracle_v4.prefill_gather_lens(seq_lens, starts, num_decodes, WINDOW, replay)
     want = {
         "block_table": (table, np.int32), "slot_mapping": (batch.slot_mapping, np.int64),
         "seq_lens": (seq_lens, np.int32), "query_start_loc": (starts, np.int32), "is_valid_token": (valid, np.bool_),
         "token_to_req_indices": (request, np.int32), "decode_swa_indices": (slots[:, None], np.int32),
         "decode_swa_lens": (lens, np.int32), "prefill_seq_lens": (seq_lens[num_decodes:], np.int32),
-        "prefill_gather_lens": (oracle_v4.prefill_gather_lens(seq_lens, starts, num_decodes, WINDOW), np.int32),
+        "prefill_gather_lens": (gather_lens, np.int32), "replay_start": (replay, np.int32),
     }  # fmt: skip
+    if images:
+        want |= {"left_visible": (visible[0], np.int32), "right_visible": (visible[1], np.int32)}
+    else:
+        assert built.left_visible is None
+        assert built.right_visible is None
     for name, (values, dtype) in want.items():
         array = getattr(built, name)
         assert kind.is_mine(array), name
         assert describe(name, array).dtype == dtype
         np.testing.assert_array_equal(kind.take(array), values, err_msg=name)
     np.testing.assert_array_equal(built.query_start_loc_cpu, starts)
+    np.testing.assert_array_equal(built.prefill_seq_lens_cpu, seq_lens[num_decodes:])
+    np.testing.assert_array_equal(built.prefill_gather_lens_cpu, gather_lens)
 
 
 @pytest.mark.parametrize("speculative", [0, 2])
@@ -80,6 +91,85 @@ def test_swa(kind, rng, speculative: int, block_size: int) -> None:
         check_swa(kind, builder.build(batch), batch, counts)
 
 
+def test_images_and_replayed_prefixes(kind, rng) -> None:
+    """Of V4.1: batches with and without them; what one batch had is gone in the next."""
+    settings = config(model="v41", compress_ratio=0, max_image_tokens=30, num_speculative_tokens=1)
+    builder = SparseSWAMetadataBuilder(settings, place_of(kind), num_blocks=10**6)
+    for i in range(9):
+        batch, counts = random_batch(rng, 1, 4)
+        given = batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping, batch.positions
+        images = {} if i % 3 == 0 else {
+            side: rng.integers(0, 16, batch.num_actual_tokens) for side in ("left_visible", "right_visible")
+        }  # fmt: skip
+        start = None if i % 3 == 1 else rng.integers(0, batch.seq_lens + 1)
+        batch = BatchMetadata(*given, replay_start=start, **images)
+        check_swa(kind, builder.build(batch), batch, counts)
+    plain = SparseSWAMetadataBuilder(config(), place_of(kind))
+    with pytest.raises(ValueError, match="batch: has tokens of images, the config's max_image_tokens is 0"):
+        plain.build(batch)
+
+
+def test_blocks_before_a_replayed_prefix_are_not_looked_at(rng) -> None:
+    """Sequences may have no blocks of the window's cache there."""
+    builder = SparseSWAMetadataBuilder(config(), num_blocks=9)
+    table = np.array([[-1, -1, 3, 4]])
+    good = BatchMetadata([0, 1], [13], table, [13], [12], replay_start=[8])
+    built = builder.build(good)
+    np.testing.assert_array_equal(built.decode_swa_indices[0, 0], [12, 13, 14, 15, 16, *[-1] * 4])
+    with pytest.raises(ValueError, match="block_table: block 1 of request 0 is -1"):
+        builder.build(BatchMetadata([0, 1], [13], table, [13], [12], replay_start=[7]))
+
+
+def chunks_of(lens: list[tuple[int, int]], most: int) -> list[tuple[int, int, int, int]]:
+    """Requests go into a chunk while its workspace, all of them as wide as the widest, has at most so many rows."""
+    plan, start = [], 0
+    while start < len(lens):
+        end = start + 1
+        while end < len(lens) and (end + 1 - start) * sum(map(max, zip(*lens[start : end + 1], strict=True))) <= most:
+            end += 1
+        n, gathered = map(max, zip(*lens[start:end], strict=True))
+        plan.append((start, end, n, n + gathered))
+        start = end
+    return plan
+
+
+@pytest.mark.parametrize(("model", "ratio"), [("v4", 1), ("v4", 4), ("v4", 128), ("v41", 0), ("v41", 1), ("v41", 2)])
+def test_chunks_of_prefills_follow_from_their_lengths(rng, model: str, ratio: int) -> None:
+    swa_alone = ratio == {"v4": 1, "v41": 0}[model]
+    settings = config(model=model, compress_ratio=ratio, block_size=128)
+    builder = SparseSWAMetadataBuilder(settings)
+    for chunk_size in (1, 2, 4):
+        for _ in range(6):
+            batch, (decodes, _, _, _) = random_batch(rng, 0, 128)
+            built = builder.build(batch)
+            gathered = oracle_v4.prefill_gather_lens(batch.seq_lens, batch.query_start_loc, decodes, WINDOW)
+            rows = [0 if swa_alone else int(n) // ratio for n in batch.seq_lens[decodes:]]
+            most = (0 if swa_alone else -(-MAX_MODEL_LEN // ratio)) + WINDOW + 90
+            want = chunks_of(list(zip(rows, gathered.tolist(), strict=True)), chunk_size * most)
+            assert built.get_prefill_chunk_plan(ratio, chunk_size) == want
+            assert built.get_prefill_chunk_plan(ratio, chunk_size, not swa_alone) == want
+
+
+def test_a_chunk_plan_by_hand() -> None:
+    """Five short sequences go into one chunk of a workspace for four long ones; without compressed rows N is 0."""
+    settings = SparseMLAConfig(
+        8, 512, cache_layout="v4_fp8", model="v41", compress_ratio=2, window=64, max_num_batched_tokens=128,
+        max_model_len=1024,
+    )  # fmt: skip
+    lens = np.array([80, 96, 112, 128, 144])
+    positions = np.concatenate([np.arange(n - 4, n) for n in lens])
+    table = np.arange(5 * 16).reshape(5, 16)
+    built = SparseSWAMetadataBuilder(settings).build(BatchMetadata(4 * np.arange(6), lens, table, positions, positions))
+    assert built.get_prefill_chunk_plan(2, 4) == [(0, 5, 72, 139)]
+    assert built.get_prefill_chunk_plan(1, 4) == [(0, 5, 144, 211)]
+    assert built.get_prefill_chunk_plan(0, 4) == [(0, 5, 0, 67)]
+    assert built.get_prefill_chunk_plan(2, 4, has_compressed=False) == [(0, 5, 0, 67)]
+    with pytest.raises(ValueError, match=r"compress_ratio must be among \(0, 1, 2\), got 4"):
+        built.get_prefill_chunk_plan(4, 4)
+    with pytest.raises(ValueError, match="prefill_chunk_size must be >= 1"):
+        built.get_prefill_chunk_plan(2, 0)
+
+
 def test_no_requests(kind, rng) -> None:
     builder = SparseSWAMetadataBuilder(config(), place_of(kind))
     check_swa(kind, builder.build(batch_of(rng, [], [], 4)), batch_of(rng, [], [], 4), (0, 0, 0, 0))
@@ -92,6 +182,8 @@ def test_one_schedule_a_kind_of_layer_and_step(rng) -> None:
     assert first == {128: FP8KernelMetadata(), 1: FP8KernelMetadata()}
     assert len({id(s) for s in (*first.values(), *second.values())}) == 4
     assert set(SparseSWAMetadataBuilder(config()).build(batch).schedules) == {1, 4, 128}
+    v41 = SparseSWAMetadataBuilder(config(model="v41")).build(batch).schedules
+    assert v41 == {0: FP8KernelMetadata(), 1: FP8KernelMetadata(), 2: FP8KernelMetadata()}
 
 
 def test_buffers_stay_where_they_are(kind, rng) -> None:
@@ -132,15 +224,20 @@ def test_configs_of_other_layers_are_refused() -> None:
         SparseSWAMetadataBuilder(SparseMLAConfig(8))
     with pytest.raises(ValueError, match=r"compress_ratios must be among \(1, 4, 128\), got \(1, 2\)"):
         SparseSWAMetadataBuilder(config(), compress_ratios=[1, 2])
+    with pytest.raises(ValueError, match=r"compress_ratios must be among \(0, 1, 2\), got \(0, 4\)"):
+        SparseSWAMetadataBuilder(config(model="v41"), compress_ratios=[0, 4])
 
 
 # --- the compressed caches ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("speculative", [0, 2])
-@pytest.mark.parametrize(("ratio", "block_size"), [(4, 4), (4, 256), (128, 128), (128, 256)])
-def test_compressed(kind, rng, ratio: int, block_size: int, speculative: int) -> None:
-    settings = config(compress_ratio=ratio, block_size=block_size, num_speculative_tokens=speculative)
+@pytest.mark.parametrize(
+    ("model", "ratio", "block_size"),
+    [("v4", 4, 4), ("v4", 4, 256), ("v4", 128, 128), ("v4", 128, 256), ("v41", 1, 3), ("v41", 2, 64)],
+)
+def test_compressed(kind, rng, model: str, ratio: int, block_size: int, speculative: int) -> None:
+    settings = config(model=model, compress_ratio=ratio, block_size=block_size, num_speculative_tokens=speculative)
     builder = SparseMLAMetadataBuilder(settings, place_of(kind))
     for _ in range(6):
         batch, (_, _, decode_tokens, _) = random_batch(rng, speculative, block_size)
@@ -151,7 +248,7 @@ def test_compressed(kind, rng, ratio: int, block_size: int, speculative: int) ->
         np.testing.assert_array_equal(kind.take(built.block_table), table)
         np.testing.assert_array_equal(kind.take(built.req_id_per_token), request)
         slots = oracle_v4.compressed_slot_mapping(
-            tokens, batch.query_start_loc, batch.seq_lens, table, rows, ratio, tokens
+            tokens, batch.query_start_loc, batch.seq_lens, table, rows, ratio, tokens, batch.slot_mapping
         )
         np.testing.assert_array_equal(kind.take(built.slot_mapping), slots)
         np.testing.assert_array_equal(kind.take(built.compressed_seq_lens), [n // ratio for n in batch.seq_lens])
@@ -159,7 +256,7 @@ def test_compressed(kind, rng, ratio: int, block_size: int, speculative: int) ->
         assert not built.fp8_use_mixed_batch
         lists = ("global_decode_topk_indices", "decode_topk_lens", "prefill_topk_indices")
         got = [getattr(built, f"c128a_{name}") for name in lists]
-        if ratio == 4:
+        if ratio != 128:
             assert got == [None, None, None]
             continue
         decode, lens, prefill = oracle_v4.c128a_lists(

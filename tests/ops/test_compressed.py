@@ -27,13 +27,17 @@ def test_global_topk(kind, rng, block_size: int, tokens: int, k: int) -> None:
     table = hostile(rng, rng.integers(0, 1000, (requests, width)), 0.1)
     chosen = hostile(rng, rng.integers(-1, block_size * (width + 1), (tokens, k)), 0.1)
     valid = rng.random(tokens) < 0.7
-    want, counts = oracle_indices.convert_req_index_to_global_index(token_to_req, table, chosen, block_size)
+    stride = block_size + int(rng.integers(0, 9))
+    want, counts = oracle_indices.convert_req_index_to_global_index(
+        token_to_req, table, chosen, block_size, stride=stride
+    )
     inputs = [kind.put(a) for a in (gapped(chosen, 0, 1), token_to_req, gapped(table, 0, 1))]
     out, lens, whole = lists_for(kind, tokens, k, 4)
-    got = compute_global_topk_indices_and_lens(*inputs, block_size, kind.put(valid), out=out, lens=lens)
+    inputs += [block_size, kind.put(valid)]
+    got = compute_global_topk_indices_and_lens(*inputs, block_stride_rows=stride, out=out, lens=lens)
     assert got[0] is out
     assert got[1] is lens
-    for slots, valid_counts in (got, compute_global_topk_indices_and_lens(*inputs, block_size, kind.put(valid))):
+    for slots, valid_counts in (got, compute_global_topk_indices_and_lens(*inputs, block_stride_rows=stride)):
         assert kind.is_mine(slots)
         np.testing.assert_array_equal(kind.take(slots), want)
         np.testing.assert_array_equal(kind.take(valid_counts), np.where(valid, counts, 0))
@@ -44,23 +48,28 @@ def test_global_topk(kind, rng, block_size: int, tokens: int, k: int) -> None:
 # --- get_compressed_slot_mapping ------------------------------------------------------------------------------
 
 
-def check_slots(kind, batch, table, block_size: int, ratio: int, num_tokens: int, extra: int = 5) -> None:
+def check_slots(
+    kind, batch, table, block_size: int, ratio: int, num_tokens: int, extra: int = 5, own=None, ranks=(1, 0, 1)
+) -> None:
     size = num_tokens + extra
     arguments = (num_tokens, batch.query_start_loc, batch.seq_lens, table, block_size, ratio)
-    want = oracle_v4.compressed_slot_mapping(*arguments, size)
+    want = oracle_v4.compressed_slot_mapping(*arguments, size, own, ranks)
+    more = dict(zip(("dcp_world_size", "dcp_rank", "cp_interleave"), ranks, strict=True))
+    if own is not None:
+        more["slot_mapping"] = kind.put(own)
     inputs = [kind.put(a) for a in (batch.query_start_loc, batch.seq_lens, gapped(table, 0, 1))]
     out, whole = kind.put_with_allocation(gapped(np.full(size, 77, np.int64), 2))
-    got = get_compressed_slot_mapping(num_tokens, *inputs, block_size, ratio, out)
+    got = get_compressed_slot_mapping(num_tokens, *inputs, block_size, ratio, out, **more)
     np.testing.assert_array_equal(kind.take(got), want[:num_tokens])
     np.testing.assert_array_equal(kind.take(out), want)
     assert (kind.take(whole).view(np.int64)[size:] == -1).all(), "memory past out was written"
-    fresh = get_compressed_slot_mapping(num_tokens, *inputs, block_size, ratio)
+    fresh = get_compressed_slot_mapping(num_tokens, *inputs, block_size, ratio, **more)
     assert kind.is_mine(fresh)
     np.testing.assert_array_equal(kind.take(fresh), want[:num_tokens])
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("ratio", [1, 4, 128])
+@pytest.mark.parametrize("ratio", [1, 2, 4, 128])
 def test_slots(kind, rng, block_size: int, ratio: int) -> None:
     """Requests without tokens, new and continued sequences, padding past the last request's tokens."""
     batch = random_queries(rng, 7, 300, 700)
@@ -68,6 +77,29 @@ def test_slots(kind, rng, block_size: int, ratio: int) -> None:
     check_slots(kind, batch, table, block_size, ratio, batch.tokens)
     check_slots(kind, batch, table, block_size, ratio, batch.tokens + 9)
     check_slots(kind, batch, table, block_size, ratio, batch.tokens // 2)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_slots_of_padding_tokens(kind, rng, ratio: int) -> None:
+    """A token that goes nowhere itself completes no row, whatever its place."""
+    batch = random_queries(rng, 7, 30, 100)
+    own = np.where(rng.random(batch.tokens + 3) < 0.4, rng.choice([-1, -(2**63)], batch.tokens + 3), 2**40)
+    check_slots(kind, batch, table_for(rng, 7, 140, 16), 16, ratio, batch.tokens, own=own)
+
+
+@pytest.mark.parametrize(("world", "interleave", "block_size"), [(2, 1, 16), (3, 4, 8), (4, 16, 16), (1, 5, 8)])
+def test_slots_of_ranks(kind, rng, world: int, interleave: int, block_size: int) -> None:
+    """Each row is one rank's; the ranks' rows lie in blocks that stand for as many rows of each of them."""
+    batch = random_queries(rng, 6, 60, 400)
+    table = table_for(rng, 6, 230, block_size)
+    owners = np.zeros(batch.tokens, int)
+    for rank in range(world):
+        ranks = (world, rank, interleave)
+        check_slots(kind, batch, table, block_size, 2, batch.tokens, ranks=ranks)
+        owners += oracle_v4.compressed_slot_mapping(
+            batch.tokens, batch.query_start_loc, batch.seq_lens, table, block_size, 2, batch.tokens, ranks=ranks
+        ) >= 0  # fmt: skip
+    np.testing.assert_array_equal(owners, (batch.positions + 1) % 2 == 0)
 
 
 def test_slots_at_the_boundary(kind, rng) -> None:
@@ -176,8 +208,16 @@ def test_errors() -> None:
         (global_topk, topk, {"block_size": 0}, ValueError, "block_size must be >= 1"),
         (global_topk, topk, {"token_to_req": i64}, TypeError, "token_to_req: expected dtype"),
         (global_topk, topk, {"is_valid_token": None}, TypeError, "is_valid_token: expected"),
+        (global_topk, topk, {"block_stride_rows": 15}, ValueError, "block_stride_rows must be in 16"),
         (global_topk, topk, {"out": i32(5, 7)}, ValueError, r"out: expected shape \[5, 8\]"),
         (get_compressed_slot_mapping, slots, {"compress_ratio": 0}, ValueError, "compress_ratio must be >= 1"),
+        (get_compressed_slot_mapping, slots, {"slot_mapping": i64[:4]}, ValueError, "slot_mapping: expected at least"),
+        (get_compressed_slot_mapping, slots, {"slot_mapping": i32(5)}, TypeError, "slot_mapping: expected dtype int64"),
+        (get_compressed_slot_mapping, slots, {"dcp_world_size": 0}, ValueError, "dcp_world_size must be in 1"),
+        (get_compressed_slot_mapping, slots, {"dcp_world_size": 2, "dcp_rank": 2}, ValueError, "dcp_rank must be in 0"),
+        (get_compressed_slot_mapping, slots, {"cp_interleave": 0}, ValueError, "cp_interleave must be in 1"),
+        (get_compressed_slot_mapping, slots, {"dcp_world_size": 2, "cp_interleave": 3}, ValueError,
+         "block_size: expected a multiple of cp_interleave 3, got 16"),
         (get_compressed_slot_mapping, slots, {"num_tokens": -1}, ValueError, "num_tokens must be >= 0"),
         (get_compressed_slot_mapping, slots, {"out": i64[:4]}, ValueError, "out: expected at least num_tokens = 5"),
         (get_compressed_slot_mapping, slots, {"out": i32(5)}, TypeError, "out: expected dtype int64"),

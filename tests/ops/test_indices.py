@@ -32,14 +32,17 @@ def case(rng: np.random.Generator, tokens: int, k: int, requests: int, width: in
     )
 
 
-def check(kind, req_id, table, positions, block_size, prefill_ids=None, starts=None, gap=0) -> None:
+def check(kind, req_id, table, positions, block_size, prefill_ids=None, starts=None, gap=0, stride=None) -> None:
     want, counts = oracle_indices.convert_req_index_to_global_index(
-        req_id, table, positions, block_size, prefill_ids, starts
+        req_id, table, positions, block_size, prefill_ids, starts, stride
     )
+    more = {} if stride is None else {"block_stride_rows": stride}
     inputs = [kind.put(a) for a in (req_id, gapped(table, 0, gap), gapped(positions, 0, gap), prefill_ids, starts)]
     out, whole = kind.put_with_allocation(gapped(np.full_like(positions, 77), 0, gap))
     before = kind.take(whole).copy()
-    got = convert_req_index_to_global_index(inputs[0], inputs[1], inputs[2], block_size, *inputs[3:], True, out=out)
+    got = convert_req_index_to_global_index(
+        inputs[0], inputs[1], inputs[2], block_size, *inputs[3:], True, **more, out=out
+    )
     assert got[0] is out
     np.testing.assert_array_equal(kind.take(out), want)
     np.testing.assert_array_equal(kind.take(got[1]), counts)
@@ -48,11 +51,13 @@ def check(kind, req_id, table, positions, block_size, prefill_ids=None, starts=N
         shape = (len(positions), positions.shape[1] + gap)
         was, now = (raw.view(np.int32).reshape(shape)[behind] for raw in (before, kind.take(whole)))
         np.testing.assert_array_equal(now, was)
-    fresh = convert_req_index_to_global_index(inputs[0], inputs[1], inputs[2], block_size, *inputs[3:])
+    fresh = convert_req_index_to_global_index(inputs[0], inputs[1], inputs[2], block_size, *inputs[3:], **more)
     assert kind.is_mine(fresh)
     np.testing.assert_array_equal(kind.take(fresh), want)
     ends = kind.put(np.full(len(positions), 77, np.int32))
-    slots, returned = convert_to_slots_and_ends(inputs[0], inputs[1], inputs[2], block_size, *inputs[3:], ends=ends)
+    slots, returned = convert_to_slots_and_ends(
+        inputs[0], inputs[1], inputs[2], block_size, *inputs[3:], **more, ends=ends
+    )
     assert returned is ends
     np.testing.assert_array_equal(kind.take(slots), want)
     np.testing.assert_array_equal(kind.take(ends), [max(np.flatnonzero(row >= 0), default=-1) + 1 for row in want])
@@ -67,6 +72,14 @@ def test_convert(kind, rng, block_size: int, tokens: int, k: int, requests: int,
     req_id, table, positions, prefill_ids, starts = case(rng, tokens, k, requests, width, block_size)
     check(kind, req_id, table, positions, block_size, gap=int(rng.integers(0, 3)))
     check(kind, req_id, table, positions, block_size, prefill_ids, starts, gap=int(rng.integers(0, 3)))
+
+
+def test_blocks_that_are_further_apart_than_their_rows(kind, rng) -> None:
+    """As where other layers' blocks lie between: of decodes, and of prefills, whose workspace has no gaps."""
+    for block_size, stride in ((1, 3), (64, 64), (64, 4096), (3, 2**31 - 1)):
+        req_id, table, positions, prefill_ids, starts = case(rng, 33, 20, 5, 17, block_size)
+        check(kind, req_id, table, positions, block_size, stride=stride)
+        check(kind, req_id, table, positions, block_size, prefill_ids, starts, stride=stride)
 
 
 @pytest.mark.parametrize(("tokens", "k", "requests", "width"), [(0, 8, 2, 3), (4, 0, 2, 3), (4, 8, 0, 3), (4, 8, 2, 0)])
@@ -132,6 +145,8 @@ def test_errors() -> None:
     }
     cases = [
         ({"block_size": 0}, ValueError, "block_size must be >= 1"),
+        ({"block_stride_rows": 15}, ValueError, r"block_stride_rows must be in 16\.\..*, the rows of a block at least"),
+        ({"block_stride_rows": 16.0}, TypeError, "block_stride_rows: expected an integer"),
         ({"req_id": np.zeros(3, np.int64)}, TypeError, "req_id: expected dtype int32, got int64"),
         ({"req_id": np.zeros(4, np.int32)}, ValueError, r"req_id: expected shape \[3\]"),
         ({"token_indices": np.zeros((3, 10), np.int32)[:, ::2]}, ValueError, "token_indices: the last axis must be"),

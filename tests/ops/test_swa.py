@@ -28,14 +28,22 @@ def lists_for(kind, tokens: int, width: int, gap: int):
 # --- compute_swa_indices_and_lens -----------------------------------------------------------------------------
 
 
-def check_swa(kind, starts, seq_lens, token_to_req, valid, table, block_size: int, window: int, gap: int = 3) -> None:
-    want, want_lens = oracle_v4.swa_indices_and_lens(starts, seq_lens, token_to_req, valid, table, block_size, window)
+def check_swa(
+    kind, starts, seq_lens, token_to_req, valid, table, block_size: int, window: int, gap: int = 3,
+    replay_start=None, visible=(None, None), max_image_tokens: int = 0,
+) -> None:  # fmt: skip
+    want, want_lens = oracle_v4.swa_indices_and_lens(
+        starts, seq_lens, token_to_req, valid, table, block_size, window, replay_start, *visible, max_image_tokens
+    )
     inputs = [kind.put(a) for a in (starts, seq_lens, token_to_req, valid, gapped(table, 0, 1))]
-    out, lens, whole = lists_for(kind, len(token_to_req), window, gap)
-    got = compute_swa_indices_and_lens(*inputs, block_size, window, out=out, lens=lens)
+    names = ("replay_start", "left_visible", "right_visible")
+    more = {n: kind.put(a) for n, a in zip(names, (replay_start, *visible), strict=True) if a is not None}
+    more["max_image_tokens"] = max_image_tokens
+    out, lens, whole = lists_for(kind, len(token_to_req), window + max_image_tokens, gap)
+    got = compute_swa_indices_and_lens(*inputs, block_size, window, **more, out=out, lens=lens)
     assert got[0] is out
     assert got[1] is lens
-    fresh = compute_swa_indices_and_lens(*inputs, block_size, window)
+    fresh = compute_swa_indices_and_lens(*inputs, block_size, window, **more)
     for slots, counts in (got, fresh):
         assert kind.is_mine(slots)
         np.testing.assert_array_equal(kind.take(slots), want)
@@ -90,6 +98,49 @@ def test_swa_by_hand(kind) -> None:
     np.testing.assert_array_equal(kind.take(lens), [4, 2, 3])
 
 
+@pytest.mark.parametrize("window", [1, 5, 128])
+def test_swa_of_replayed_prefixes(kind, rng, window: int) -> None:
+    """Sequences that have rows from a position on: below the window, within it, at the token, behind it."""
+    batch = random_queries(rng, 8, 4, 300)
+    table, valid = table_for(rng, 8, 300, 61), rng.random(batch.tokens) < 0.9
+    start = np.maximum(batch.seq_lens - rng.choice([300, window + 3, window, 2, 1, 0, -5], 8), 0).astype(np.int32)
+    arguments = (batch.query_start_loc, batch.seq_lens, batch.token_to_req, valid, table, 61, window)
+    check_swa(kind, *arguments, replay_start=start)
+
+
+def visible_of(rng, batch, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each token how many positions of an image of at most `most` tokens stand before and behind it; some 0."""
+    length = rng.integers(1, most + 1, batch.tokens)
+    left = np.minimum(rng.integers(0, length), batch.positions)
+    image = rng.random(batch.tokens) < 0.7
+    return tuple(np.where(image, part, 0).astype(np.int32) for part in (left, length - 1 - left))
+
+
+@pytest.mark.parametrize(("window", "most"), [(1, 1), (5, 3), (5, 40), (128, 70)])
+def test_swa_of_images(kind, rng, window: int, most: int) -> None:
+    """Images shorter and longer than the window, that end with the sequence or would go on behind it."""
+    batch = random_queries(rng, 8, 4, 300)
+    table, valid = table_for(rng, 8, 300, 64), rng.random(batch.tokens) < 0.9
+    arguments = (batch.query_start_loc, batch.seq_lens, batch.token_to_req, valid, table, 64, window)
+    visible = visible_of(rng, batch, most)
+    check_swa(kind, *arguments, visible=visible, max_image_tokens=most)
+    start = (batch.seq_lens // 2).astype(np.int32)
+    check_swa(kind, *arguments, visible=visible, max_image_tokens=most, replay_start=start)
+    check_swa(kind, *arguments, max_image_tokens=most)
+
+
+def test_swa_of_hostile_images(kind, rng) -> None:
+    """Numbers of visible positions that no image has, and starts of no sequence: no list is longer than it is wide."""
+    batch = queries([2, 3, 4], [9, 40, 60])
+    extremes = np.array([-(2**31), 2**31 - 1, -1, 50], np.int32)
+    visible = tuple(rng.choice(extremes, batch.tokens) for _ in range(2))
+    for start in (None, np.array([-(2**31), 2**31 - 1, 57], np.int32)):
+        check_swa(
+            kind, batch.query_start_loc, batch.seq_lens, batch.token_to_req, np.ones(batch.tokens, bool),
+            table_for(rng, 3, 60, 4), 4, 8, replay_start=start, visible=visible, max_image_tokens=6,
+        )  # fmt: skip
+
+
 # --- compute_prefill_gather_lens ------------------------------------------------------------------------------
 
 
@@ -106,22 +157,32 @@ def test_gather_lens(kind, rng, requests: int, window: int) -> None:
     fresh = compute_prefill_gather_lens(seq_lens, starts, decodes, window)
     assert kind.is_mine(fresh)
     np.testing.assert_array_equal(kind.take(fresh), want)
+    replay_start = hostile(rng, rng.integers(0, 200, requests), 0.1)
+    want = oracle_v4.prefill_gather_lens(batch.seq_lens, batch.query_start_loc, decodes, window, replay_start)
+    got = compute_prefill_gather_lens(seq_lens, starts, decodes, window, replay_start=kind.put(replay_start))
+    np.testing.assert_array_equal(kind.take(got), want)
 
 
 # --- combine_topk_swa_indices ---------------------------------------------------------------------------------
 
 
 def check_combine(
-    kind, topk_indices, starts, seq_lens, gather_lens, window: int, ratio: int, topk: int, M: int, N: int, gap: int = 2
-) -> None:
+    kind, topk_indices, starts, seq_lens, gather_lens, window: int, ratio: int, topk: int, M: int, N: int, gap: int = 2,
+    visible=(None, None), max_image_tokens: int = 0,
+) -> None:  # fmt: skip
     arguments = (window, ratio, topk, M, N)
-    want, want_lens = oracle_v4.combined_indices(topk_indices, starts, seq_lens, gather_lens, *arguments)
+    want, want_lens = oracle_v4.combined_indices(
+        topk_indices, starts, seq_lens, gather_lens, *arguments, *visible, max_image_tokens
+    )
+    names = ("left_visible", "right_visible")
+    more = {n: kind.put(a) for n, a in zip(names, visible, strict=True) if a is not None}
+    more["max_image_tokens"] = max_image_tokens
     inputs = [kind.put(a) for a in (gapped(topk_indices, 0, gap), starts, seq_lens, gather_lens)]
     out, lens, whole = lists_for(kind, len(topk_indices), want.shape[1], gap)
-    got = combine_topk_swa_indices(*inputs, *arguments, out=out, lens=lens)
+    got = combine_topk_swa_indices(*inputs, *arguments, **more, out=out, lens=lens)
     assert got[0] is out
     assert got[1] is lens
-    fresh = combine_topk_swa_indices(*inputs, *arguments)
+    fresh = combine_topk_swa_indices(*inputs, *arguments, **more)
     for rows, counts in (got, fresh):
         assert kind.is_mine(rows)
         np.testing.assert_array_equal(kind.take(rows), want)
@@ -134,12 +195,12 @@ def chosen_rows(rng, batch, ratio: int, topk: int) -> np.ndarray:
     """For each token, some of its complete compressed rows in any order, -1 at the end."""
     chosen = np.full((batch.tokens, topk), -1, np.int32)
     for t, p in enumerate(batch.positions):
-        rows = rng.permutation((p + 1) // ratio)[:topk]
+        rows = rng.permutation((p + 1) // ratio if ratio else 0)[:topk]
         chosen[t, : len(rows)] = rows
     return chosen
 
 
-@pytest.mark.parametrize("ratio", [1, 4, 128])
+@pytest.mark.parametrize("ratio", [0, 1, 2, 4, 128])
 @pytest.mark.parametrize(("topk", "window"), [(0, 128), (1, 1), (20, 9), (64, 64), (130, 128)])
 @pytest.mark.parametrize("first_token", [0, 37])
 def test_combine(kind, rng, ratio: int, topk: int, window: int, first_token: int) -> None:
@@ -147,10 +208,38 @@ def test_combine(kind, rng, ratio: int, topk: int, window: int, first_token: int
     batch = random_queries(rng, 4, 30, 400)
     chosen = chosen_rows(rng, batch, ratio, topk)
     gather_lens = oracle_v4.prefill_gather_lens(batch.seq_lens, batch.query_start_loc, 0, window)
-    N = -(-431 // ratio) if topk else 0
+    N = -(-431 // ratio) if topk and ratio else 0
     M = N + window + 30
     starts = batch.query_start_loc + np.int32(first_token)
     check_combine(kind, chosen, starts, batch.seq_lens, gather_lens, window, ratio, topk, M, N)
+
+
+def test_combine_of_windows_that_were_not_gathered(kind, rng) -> None:
+    """Windows that would start before the gathered rows start there: their lists are shorter, not full of -1."""
+    batch = random_queries(rng, 5, 20, 300)
+    query_lens = np.diff(batch.query_start_loc)
+    gather_lens = (query_lens + np.minimum(batch.seq_lens - query_lens, rng.integers(0, 12, 5))).astype(np.int32)
+    check_combine(
+        kind, chosen_rows(rng, batch, 2, 8), batch.query_start_loc, batch.seq_lens, gather_lens, 9, 2, 8, 300, 200
+    )
+
+
+@pytest.mark.parametrize(("window", "most"), [(1, 1), (5, 40), (128, 70)])
+def test_combine_of_images(kind, rng, window: int, most: int) -> None:
+    """Images that the chunk cuts on the left or on the right: what was not gathered or does not exist is not seen."""
+    batch = random_queries(rng, 5, 60, 300)
+    gather_lens = oracle_v4.prefill_gather_lens(batch.seq_lens, batch.query_start_loc, 0, window)
+    for visible in (visible_of(rng, batch, most), (None, None)):
+        check_combine(
+            kind, chosen_rows(rng, batch, 1, 30), batch.query_start_loc, batch.seq_lens, gather_lens, window, 1, 30,
+            600, 310, visible=visible, max_image_tokens=most,
+        )  # fmt: skip
+    extremes = np.array([-(2**31), 2**31 - 1, -1, 50], np.int32)
+    hostile_ones = tuple(rng.choice(extremes, batch.tokens) for _ in range(2))
+    check_combine(
+        kind, chosen_rows(rng, batch, 1, 30), batch.query_start_loc, batch.seq_lens, gather_lens, window, 1, 30,
+        320, 310, visible=hostile_ones, max_image_tokens=most,
+    )  # fmt: skip
 
 
 def test_combine_at_the_edges(kind, rng) -> None:
@@ -215,7 +304,16 @@ def test_errors() -> None:
         (combine_topk, combine, {"M": 2**30}, ValueError, "M: 2 requests of 1073741824 workspace rows"),
         (combine_topk, combine, {"gather_lens": i32(3)}, ValueError, r"gather_lens: expected shape \[2\]"),
         (combine_topk, combine, {"out": i32(5, 16)}, ValueError, r"out: expected shape \[5, 128\]"),
-        (combine_topk, combine, {"compress_ratio": 0}, ValueError, "compress_ratio must be >= 1"),
+        (combine_topk, combine, {"compress_ratio": -1}, ValueError, "compress_ratio must be >= 0"),
+        (combine_topk, combine, {"left_visible": i32(5)}, ValueError, "given together, got left_visible alone"),
+        (combine_topk, combine, {"max_image_tokens": -1}, ValueError, "max_image_tokens must be >= 0"),
+        (combine_topk, combine, {"left_visible": i32(5), "right_visible": i32(4)}, ValueError,
+         r"right_visible: expected shape \[5\]"),
+        (combine_topk, combine, {"max_image_tokens": 200, "out": i32(5, 128)}, ValueError, r"shape \[5, 256\]"),
+        (windows, swa, {"right_visible": i32(5)}, ValueError, "given together, got right_visible alone"),
+        (windows, swa, {"replay_start": i32(5)}, ValueError, r"replay_start: expected shape \[2\]"),
+        (windows, swa, {"max_image_tokens": 2, "out": i32(5, 8)}, ValueError, r"out: expected shape \[5, 10\]"),
+        (compute_prefill_gather_lens, lens, {"replay_start": i32(3)}, ValueError, r"replay_start: expected .* \[2\]"),
         (compute_prefill_gather_lens, lens, {"num_decodes": 3}, ValueError, r"num_decodes must be in 0\.\.2"),
         (compute_prefill_gather_lens, lens, {"seq_lens": i32(3)}, ValueError, r"query_start_loc: expected shape \[4\]"),
     ]  # fmt: skip

@@ -29,7 +29,7 @@ def test_rows_are_of_public_functions() -> None:
 def test_parameters(operation: Operation) -> None:
     """A row names parameters that are there; arrays are annotated so, and nothing else is."""
     names = [*operation.written, *operation.optional]
-    names += [result.setting for result in operation.results if result.setting]
+    names += [n for r in operation.results for n in (r.setting, r.of, r.dtype_setting) if n]
     assert set(names) <= set(operation.parameters)
     if operation.writer:
         assert list(operation.parameters) == list(Operation(operation.writer, operation.examples).parameters)
@@ -57,8 +57,8 @@ def test_results(rng, operation: Operation) -> None:
         returned = returned if isinstance(returned, tuple) else (returned,)
         arrays = [value for value in arguments.values() if isinstance(value, np.ndarray)]
         made = [r for r in returned if r is not None and not any(np.shares_memory(r, a) for a in arrays)]
-        expected = [r for r in operation.results if not r.setting or arguments.get(r.setting)]
-        assert [(a.shape, a.dtype) for a in made] == [(r.shape(**arguments), r.dtype) for r in expected]
+        expected = [r for r in operation.results if r.is_made(arguments)]
+        assert [(a.shape, a.dtype) for a in made] == [(r.shape(**arguments), r.dtype_in(arguments)) for r in expected]
 
 
 @every_operation

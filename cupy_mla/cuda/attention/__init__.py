@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ...arguments import Decode, Prefill
 from ...arrays import Array
+from ...dtypes import BFLOAT16
 from ...layouts import Layout
 from .. import structs
 from ..driver import Gpu
@@ -17,29 +18,30 @@ from ..structs import Packed
 from . import choose
 from .call import ALIGNED_ROWS, ALIKE, DECODE, NO_SOURCE, Call, aligned_rows, decode_fields, params_of
 from .divide import Whole
-from .kernels import bf16_sm90
 from .kernels.bf16_grouped_sm90 import LEAST_SCALE
 from .problem import Problem
-
-FLAT: dict[int, Layout] = {layout.d_qk: layout for layout in bf16_sm90.LAYOUTS}  # of flat rows, by their width
 
 
 def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
     """Twin of `reference.attention.sparse_prefill`: flat rows are a cache of one block, queries a batch of s_q = 1."""
-    s_q, h_q, d_qk = a.q.shape
+    s_q, h_q, _ = a.q.shape
     if s_q == 0:
         return ()
     kernel, division = choose.asked()
     s_kv, topk = a.kv.shape[0], a.indices.shape[1]
     aligned = a.kv.aligned(16)
+    row_bytes = a.kv.strides[0] * a.kv.dtype.itemsize
+    # Quantized rows stand in blocks of one, where the kernels know a row's stride in a block.
+    stride, size = (row_bytes, 1) if a.layout.quantized else (0, max(s_kv, 1))
     problem = Problem(
-        gpu, FLAT[d_qk], True, h_q, s_q, topk, uneven=a.length is not None,
-        aligned=aligned and a.q.aligned(16), groupable=a.sm_scale >= LEAST_SCALE, kernel=kernel, division=division,
+        gpu, a.layout, True, h_q, s_q, topk, uneven=a.length is not None,
+        aligned=aligned and a.q.aligned(16), groupable=a.sm_scale >= LEAST_SCALE, e4m3_q=a.q.dtype != BFLOAT16,
+        kernel=kernel, division=division,
     )  # fmt: skip
     main = structs.SOURCE(
-        cache=a.kv.ptr, indices=a.indices.ptr, lengths=pointer(a.length), block_stride=0,
-        row_stride=2 * a.kv.strides[0], index_stride_b=a.indices.strides[0], index_stride_s=0, num_slots=s_kv,
-        topk=topk, block_size=max(s_kv, 1),
+        cache=a.kv.ptr, indices=a.indices.ptr, lengths=pointer(a.length), row_stride=row_bytes,
+        index_stride_b=a.indices.strides[0], index_stride_s=0, num_slots=s_kv, topk=topk,
+        block_stride=stride, block_size=size,
     )  # fmt: skip
     q, out, lse = a.q.strides, a.out.strides, a.lse.strides
     fields = {
@@ -85,6 +87,7 @@ def decode_problem(gpu: Gpu, a: Decode, batch_invariant: bool, length: Array | N
         0 if a.extra_indices is None else a.extra_indices.shape[2],
         uneven=length is not None or a.extra_length is not None,
         aligned=_aligned_caches(a.layout, a.cache, a.extra) and a.q.aligned(16), flat=_flat_rows(a.cache, a.extra),
+        e4m3_q=a.q.dtype != BFLOAT16,
         num_splits=a.num_splits or 0, batch_invariant=batch_invariant, kernel=kernel, division=division,
     )  # fmt: skip
 

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from ...arguments import Decode, DenseDecode, Prefill
 from ...arrays import Array
+from ...dtypes import BFLOAT16
 from ...layouts import Layout
 from .. import structs
-from ..paging import pointer
+from ..paging import call_scale, pointer
 from ..program import Plan, PlanField
 from ..structs import Packed
 from .problem import DenseProblem, Problem
@@ -17,7 +18,7 @@ from .problem import DenseProblem, Problem
 LOG2_E: float = math.log2(math.e)
 
 # Flags of struct AttentionParams; kernels_cu/attention/params.cuh
-ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE, DECODE, ALIKE = 1, 2, 4, 8, 16, 32, 64
+ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE, DECODE, ALIKE, E4M3_Q = 1, 2, 4, 8, 16, 32, 64, 128
 
 
 class Call(NamedTuple):
@@ -86,10 +87,10 @@ def params_of(
     """
     wide_out = a.out.aligned(16)
     flags |= WIDE_OUT * wide_out | ALIGNED_OUT * (wide_out or a.out.aligned(4))
-    flags |= ALIGNED_Q * (problem.aligned or a.q.aligned(4))
+    flags |= ALIGNED_Q * (problem.aligned or a.q.aligned(4)) | E4M3_Q * (a.q.dtype != BFLOAT16)
     return structs.ATTENTION(
         **DIVIDED, **fields, main=main, extra=extra, q=a.q.ptr, out=a.out.ptr, lse=a.lse.ptr, sink=pointer(a.sink),
-        scale_log2=a.sm_scale * LOG2_E, flags=flags,
+        scale_log2=a.sm_scale * LOG2_E, flags=flags, q_scale=call_scale(a.q_scale), k_scale=call_scale(a.k_scale),
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ KERNELS: dict[str, ModuleType] = {
 }  # fmt: skip
 NAMES = tuple(KERNELS)
 # The kernels of dense attention.
-DENSE_NAMES = ("dense_cluster_sm90", "dense_whole_sm90", "dense_sm90", "portable", "portable_99kb")
+DENSE_NAMES = ("dense_cluster_sm90", "dense_whole_sm90", "dense_sm90", "dense_fp8_sm90", "portable", "portable_99kb")
 EVERY_NAME = tuple(dict.fromkeys((*NAMES, *DENSE_NAMES)))
 
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
@@ -79,7 +79,8 @@ def choose(problem: Problem) -> Choice:
     if problem.batch_invariant:
         name, kernel = chosen.kernel, KERNELS[chosen.kernel]
         same = getattr(kernel, "same_bits", lambda division: [division])(chosen.division)
-        rivals = [(name, way, times.microseconds(problem.gpu, name, kernel.work(problem, way))) for way in same]
+        able = [division for division in same if kernel.fits(problem, division)]
+        rivals = [(name, way, times.microseconds(problem.gpu, name, kernel.work(problem, way))) for way in able]
         chosen = Choice(*min(rivals, key=_TIME))
     if explained() == "1":
         others = "".join(f"\n  {Choice(*rival)}" for rival in sorted(rivals, key=_TIME)[1:])

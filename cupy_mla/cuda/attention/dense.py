@@ -6,25 +6,37 @@ A call is a `DenseProblem`. Of the kernels that serve it, the one that is to tak
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from types import ModuleType
 
 from ...arguments import DenseDecode
+from ...dtypes import BFLOAT16
 from .. import structs
 from ..driver import Gpu
 from ..paging import block_table, divisor
 from ..program import Program
 from . import choose
 from .call import ALIGNED_ROWS, DECODE, NO_SOURCE, aligned_rows, decode_fields, params_of
-from .kernels import dense_cluster_sm90, dense_portable, dense_portable_99kb, dense_sm90, dense_whole_sm90
-from .problem import DenseProblem
+from .kernels import (
+    dense_cluster_sm90,
+    dense_fp8_sm90,
+    dense_portable,
+    dense_portable_99kb,
+    dense_sm90,
+    dense_whole_sm90,
+)
+from .problem import DenseProblem, Problem
 
 LARGEST = 2**31 - 1  # int32
+# What making index lists of slots takes beside the attention over them, in microseconds: a launch, and each list.
+LISTS_US, LIST_US = 2.0, 0.006
 # The kernels by their names. A module answers `serves(problem)`, whether the kernel can serve a problem, `us(problem)`,
 # how many microseconds it is to take, `launches(problem, params)`, the program with `struct DenseParams`, and
 # `kernels()`, all variants.
 KERNELS: dict[str, ModuleType] = dict(
     zip(
-        choose.DENSE_NAMES, (dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_portable, dense_portable_99kb),
+        choose.DENSE_NAMES,
+        (dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_fp8_sm90, dense_portable, dense_portable_99kb),
         strict=True,
     )
 )  # fmt: skip
@@ -46,7 +58,7 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> 
     seen = min(capacity, a.window + s_q) if a.window else capacity
     problem = DenseProblem(
         gpu, a.layout, h_q, s_q, b, capacity, seen, block_size,
-        rows_aligned and a.q.aligned(16), a.num_splits or 0, batch_invariant, kernel, division,
+        rows_aligned and a.q.aligned(16), a.q.dtype != BFLOAT16, a.num_splits or 0, batch_invariant, kernel, division,
     )  # fmt: skip
     size = a.cache.dtype.itemsize
     main = structs.SOURCE(
@@ -60,6 +72,18 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> 
         num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=a.window, num_shares=0,
     )  # fmt: skip
     return _chosen(problem).launches(problem, params)
+
+
+@lru_cache(maxsize=1024)
+def faster_than_lists(problem: DenseProblem) -> bool:
+    """Whether a call is to take less time than `sparse_decode` over index lists that name all rows, and making those.
+
+    False where the portable kernel alone serves it: nothing says how long it takes.
+    """
+    queries = problem.requests * problem.tokens
+    lists = Problem(problem.gpu, problem.layout, False, problem.heads, queries, problem.rows, aligned=problem.aligned)
+    dense = min(kernel.us(problem) for kernel in KERNELS.values() if kernel.serves(problem))
+    return bool(dense < choose.choose(lists).us + LISTS_US + LIST_US * queries)
 
 
 def _chosen(problem: DenseProblem) -> ModuleType:

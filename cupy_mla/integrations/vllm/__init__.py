@@ -1,9 +1,10 @@
-"""vLLM's sparse MLA models on this package's attention, cache, index and indexer operations.
+"""vLLM's MLA models on this package's attention, and sparse ones on its cache, index and indexer operations.
 
 vLLM calls `register` in each of its processes: setup.cfg names it in the entry-point group `vllm.general_plugins`.
 `CUPY_MLA_VLLM` says what it does:
 
 - unset or `custom`: the backend is there as CUSTOM, and nothing changes until `--attention-backend CUSTOM` asks for it;
+  in models without an indexer that is the dense backend (`custom.py`);
 - `override`: it takes FLASHMLA_SPARSE's place, which vLLM chooses by itself for sparse MLA models, and DeepSeek-V4,
   whose attention cannot be selected, runs on our operations, too;
 - `off`: nothing.
@@ -31,6 +32,17 @@ REGISTRY: Needs = {
         "register_backend(backend, class_path)",
     ),
 }
+# What `short` reads of a batch.
+BATCH = (
+    "CommonAttentionMetadata.num_reqs",
+    "CommonAttentionMetadata.num_actual_tokens",
+    "CommonAttentionMetadata.max_query_len",
+    "CommonAttentionMetadata.max_seq_len",
+    "CommonAttentionMetadata.query_start_loc_cpu",
+    "CommonAttentionMetadata.seq_lens",
+    "CommonAttentionMetadata.block_table_tensor",
+    "CommonAttentionMetadata.causal",
+)
 # What `sparse_mla` and `indexer` build on, as vLLM 0.22 has it.
 FLASHMLA_SPARSE: Needs = {
     **REGISTRY,
@@ -59,6 +71,7 @@ FLASHMLA_SPARSE: Needs = {
         "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.workspace_starts",
         "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.chunk_tot_seqlen",
         "FlashMLASparseMetadataBuilder.kv_cache_spec",
+        "FlashMLASparseMetadataBuilder.num_heads",
         "FlashMLASparseMetadataBuilder.topk_tokens",
         "FlashMLASparseMetadataBuilder.use_fp8_kv_cache",
         "FlashMLASparseMetadataBuilder.req_id_per_token_buffer",
@@ -74,13 +87,8 @@ FLASHMLA_SPARSE: Needs = {
     ),
     "v1.attention.backend": (
         "AttentionMetadataBuilder.reorder_batch_threshold",
-        "CommonAttentionMetadata.num_reqs",
-        "CommonAttentionMetadata.num_actual_tokens",
-        "CommonAttentionMetadata.max_query_len",
-        "CommonAttentionMetadata.max_seq_len",
+        *BATCH,
         "CommonAttentionMetadata.query_start_loc",
-        "CommonAttentionMetadata.seq_lens",
-        "CommonAttentionMetadata.block_table_tensor",
         "CommonAttentionMetadata.slot_mapping",
         "SparseMLAAttentionImpl.do_kv_cache_update"
         "(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)",
@@ -140,18 +148,35 @@ SPARSE_MLA_COMMON: Needs = {
         "SparseMLACommonMetadata",
         "SparseMLACommonMetadataBuilder.metadata_cls",
         "SparseMLACommonMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)",
+        "SparseMLACommonMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)",
+        "SparseMLACommonMetadataBuilder.dcp_world_size",
+        "SparseMLACommonMetadataBuilder.mla_dims",
+        "SparseMLACommonMetadataBuilder.model_config",
+        "SparseMLACommonMetadataBuilder.topk_tokens",
+        "SparseMLACommonMetadataBuilder.use_pcp",
+        "SparseMLACommonMetadataBuilder.vllm_config",
         "SparseMLACommonMetadataBuilder._init_reorder_batch_threshold"
         "(self, reorder_batch_threshold, supports_spec_as_decode)",
         "SparseMLACommonImpl.forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)",
         "SparseMLACommonImpl._forward_mqa_kernel"
         "(self, q, kv_cache, topk_indices, valid_counts, layer, block_size, is_decode)",
     ),
+    "v1.kv_cache_interface": ("MLAAttentionSpec.cache_dtype_str",),
+    "config.attention": ("AttentionConfig.hisparse_config",),
+    "config.model": ("ModelConfig.get_num_attention_heads(self, parallel_config)",),
+    "config.vllm": (
+        "VllmConfig.attention_config",
+        "VllmConfig.parallel_config",
+    ),
     "model_executor.layers.attention.mla_attention": (
+        "MLADims.qk_rope_head_dim",
         "MLACommonBaseImpl.kv_cache_dtype",
         "MLACommonBaseImpl.qk_rope_head_dim",
         "MLACommonBaseImpl.scale",
     ),
     "v1.attention.backend": (
+        *BATCH,
+        "AttentionMetadataBuilder.kv_cache_spec",
         "AttentionCGSupport.UNIFORM_BATCH",
         "AttentionImplBase.can_return_lse_for_decode",
         "AttentionImplBase.lse_base_on_e",
@@ -160,6 +185,38 @@ SPARSE_MLA_COMMON: Needs = {
         "AttentionImplBase.supports_dense_mha_prefill",
         "MLAAttentionImpl.do_kv_cache_update"
         "(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale)",
+    ),
+}
+# What `dense_mla` and `custom` build on, from vLLM 0.22 to 0.33.
+DENSE_MLA: Needs = {
+    **REGISTRY,
+    "config": ("get_current_vllm_config_or_none",),
+    "config.vllm": ("VllmConfig.model_config",),
+    "config.model": ("ModelConfig.hf_text_config",),
+    "model_executor.layers.attention.mla_attention": (
+        "MLACommonBackend.get_name()",
+        "MLACommonBackend.get_builder_cls()",
+        "MLACommonBackend.get_supported_head_sizes(cls)",
+        "MLACommonBackend.is_mla(cls)",
+        "MLACommonMetadata.num_decodes",
+        "MLACommonMetadata.decode",
+        "MLACommonDecodeMetadata.block_table",
+        "MLACommonDecodeMetadata.seq_lens",
+        "MLACommonMetadataBuilder.query_len_support",
+        "MLACommonImpl.forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)",
+        "QueryLenSupport.UNIFORM",
+    ),
+    "v1.attention.backend": (
+        "AttentionBackend.get_impl_cls()",
+        "AttentionBackend.supported_dtypes",
+        "AttentionBackend.supported_kv_cache_dtypes",
+        "AttentionBackend.supports_compute_capability(cls, capability)",
+        "AttentionCGSupport.UNIFORM_BATCH",
+        "AttentionImplBase.can_return_lse_for_decode",
+        "AttentionImplBase.need_to_return_lse_for_decode",
+        "AttentionImplBase.scale",
+        "AttentionLayer._k_scale",
+        "AttentionLayer._q_scale",
     ),
 }
 # What `deepseek_v4` builds on, from vLLM 0.22 to 0.33.
@@ -197,15 +254,18 @@ def register() -> None:
     folder = sources("vllm")
     chosen = adapter(folder)
     if chosen is not None:
-        _register_backend(chosen, mode)
+        _register_backend(chosen, mode, folder)
     if mode == "override" and has_deepseek_v4(folder):
         _register_deepseek_v4()
 
 
-def _register_backend(chosen: str, mode: str) -> None:
+def _register_backend(chosen: str, mode: str, folder: Path) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum[PLACES[mode]], f"{__name__}.{chosen}.CupyMLASparseBackend")
+    path = f"{__name__}.{chosen}.CupyMLASparseBackend"
+    if mode == "custom" and has_dense_mla(folder):
+        path = f"{__name__}.custom.{chosen}"
+    register_backend(AttentionBackendEnum[PLACES[mode]], path)
     if chosen == "sparse_mla" and not _has_deep_gemm():
         from .indexer import replace_stock
 
@@ -242,6 +302,15 @@ def adapter(package: Path) -> str | None:
         "cupy_mla leaves this vLLM alone, the CUSTOM attention backend is not registered. Missing: %s", "; ".join(least)
     )
     return None
+
+
+def has_dense_mla(package: Path) -> bool:
+    """Whether a vLLM's models without an indexer can run on our attention; False, after a warning, where they cannot.
+
+    Args:
+        package: the folder of the package `vllm`.
+    """
+    return meets(package, DENSE_MLA, "vLLM's dense MLA", logger)
 
 
 def has_deepseek_v4(package: Path) -> bool:

@@ -1,7 +1,8 @@
 """The lightning indexer in vLLM 0.22: keys into the cache, logits and exact top-k by our operations, no DeepGEMM.
 
 In batches of decodes alone the top-k writes slots of the paged cache, not positions, so that attention has nothing to
-convert (`ChosenSlots`).
+convert (`ChosenSlots`). Where attention takes no lists (`short.py`), nothing is chosen; where no decode has more keys
+than are chosen, nothing is scored.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from ...ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from ...ops.topk import select_rows, select_rows_paged
 from ...typing import ScaleFormat
+from . import short
 from .rebound import rebound
 
 if TYPE_CHECKING:
@@ -59,7 +61,15 @@ class ChosenSlots(NamedTuple):
         return self
 
 
-chosen_slots: dict[int, ChosenSlots] = {}  # by the buffer's address; what is not here holds positions
+class NothingChosen(NamedTuple):
+    """Says that the rows of a buffer hold nothing, for the attention of their layer takes no lists in this step."""
+
+    def checked(self, block_table: torch.Tensor) -> ChosenSlots:
+        """An error, for attention that does take lists."""
+        raise RuntimeError("the indexer chose nothing, for its layer's attention takes all rows; this layer's does not")
+
+
+chosen_slots: dict[int, ChosenSlots | NothingChosen] = {}  # by the buffer's address; what is not here holds positions
 taking_slots: set[str] = set()  # the indexer caches of layers whose attention looks there
 
 
@@ -207,6 +217,10 @@ def sparse_attn_indexer(
     if not skip_k_cache_insert:
         tokens = len(batch.slot_mapping)
         indexer_k_quant_and_cache(k[:tokens], kv_cache, batch.slot_mapping, _scale_format(scale_fmt))
+    attention = metadata.get(name.removesuffix(".indexer.k_cache") + ".attn")
+    if short.dense_decodes_of(attention) is not None:
+        chosen_slots[topk_indices_buffer.data_ptr()] = NothingChosen()
+        return
     out = topk_indices_buffer[: len(hidden_states), :topk_tokens]
     decodes = batch.num_decode_tokens if batch.decode is not None else 0
     out[decodes:] = -1  # tokens that pad the batch, and prefills without keys
@@ -224,11 +238,10 @@ def sparse_attn_indexer(
                 topk_tokens, max_workspace_bytes=max_logits_bytes, out=out[part],
             )  # fmt: skip
     if decodes:
-        attention = metadata.get(name.removesuffix(".indexer.k_cache") + ".attn")
         slots = name in taking_slots and _same_decodes(attention, batch, kv_cache.shape[1])
-        _decode(
-            q_quant[:decodes], kv_cache, weights[:decodes], batch.decode, max_model_len, max_logits_bytes, slots, out
-        )
+        all_chosen = batch.max_seq_len <= topk_tokens and not short.captured()
+        most_keys = min(max_model_len, topk_tokens) if all_chosen else max_model_len
+        _decode(q_quant[:decodes], kv_cache, weights[:decodes], batch.decode, most_keys, max_logits_bytes, slots, out)
         if slots:
             chosen = ChosenSlots(batch.decode.block_table, batch.decode.seq_lens.view(-1))
             chosen_slots[topk_indices_buffer.data_ptr()] = chosen
@@ -258,7 +271,7 @@ def _decode(
     kv_cache: torch.Tensor,
     weights: torch.Tensor,
     decode: Any,
-    max_model_len: int,
+    most_keys: int,
     max_logits_bytes: int,
     slots: bool,
     out: torch.Tensor,
@@ -272,7 +285,7 @@ def _decode(
         place = torch.arange(tokens, device=q.device) - (counts.cumsum(0) - counts)[request]
         lens, table = lens[request, place], table[request]
     select_rows_paged(
-        q.view(len(table), -1, *q.shape[1:]), kv_cache, weights, lens, table, max_model_len, out.shape[1],
+        q.view(len(table), -1, *q.shape[1:]), kv_cache, weights, lens, table, most_keys, out.shape[1],
         slots=slots, max_workspace_bytes=max_logits_bytes, out=out[:tokens],
     )  # fmt: skip
 

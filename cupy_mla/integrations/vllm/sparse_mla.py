@@ -7,7 +7,7 @@ also hands the layer's indexer over (`indexer.adopt`), so a model that does not 
 Our indexer puts -1 behind a token's positions only. So the number of valid entries tells where a token's list ends.
 Attention skips what is behind it: most of the list where the cache holds few tokens. The layers of a step divide their
 work alike, by a plan in the step's metadata. Where the indexer chose slots (`indexer.ChosenSlots`), nothing is
-converted.
+converted. Decodes of short contexts attend over all rows, without lists, where that is faster (`short.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from vllm.v1.attention.backends.mla import flashmla_sparse as stock
 from ...backends.sparse_mla import SparseMLABackend
 from ...config import SparseMLAConfig
 from ...cuda.program import Plan
+from ...layouts import BF16_576, V32_FP8
 from ...ops.attention import planned_decode, sparse_prefill
 from ...ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ...ops.indices import convert_req_index_to_global_index
-from . import cache_write
+from . import cache_write, short
 from .indexer import adopt, chosen_slots, of_single_tokens
 from .rebound import rebound
 
@@ -83,7 +84,13 @@ class CupyMLASparseBuilder(StockBuilder):
             )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        batch = common_attn_metadata
+        built = self.build_lists(common_prefix_len, common_attn_metadata, fast_build)
+        layout = V32_FP8 if self.use_fp8_kv_cache else BF16_576
+        setattr(built, short.NAME, short.dense_decodes(self, common_attn_metadata, layout, self.num_heads))
+        return built
+
+    def build_lists(self, common_prefix_len: int, batch: Any, fast_build: bool) -> Any:
+        """The metadata of attention over index lists."""
         if not of_single_tokens(self, batch):
             return self._build(common_prefix_len, batch, fast_build)
         return stock.FlashMLASparseMetadata(
@@ -133,6 +140,8 @@ class CupyMLASparseImpl(StockImpl):
             nope, rope = q
             q = self.q_concat_buffer[: nope.shape[0]]
             concat_mla_q(nope, rope, q)
+        if (dense := short.dense_decodes_of(attn_metadata)) is not None:
+            return short.attend(q, kv_c_and_k_pe_cache, dense, self.softmax_scale), None
         tokens = q.shape[0]
         extra = attn_metadata.fp8_extra_metadata
         prefill = getattr(extra, "prefill", None)

@@ -2,7 +2,8 @@
 
 Ours are the cache write and the attention, over FP8 and bf16 caches and for any number of heads. Index conversion and
 the indexer stay vLLM's, and so does the dense attention that it gives to prefills of at most topk tokens. Prefills over
-an FP8 cache go to the decode kernel, which reads FP8 rows in place.
+an FP8 cache go to the decode kernel, which reads FP8 rows in place. Decodes of short contexts attend over all rows,
+without lists, where that is faster (`short.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 
 from ...backends.sparse_mla import SparseMLABackend
-from ...layouts import BF16_576
+from ...layouts import BF16_512, BF16_576, V32_FP8
 from ...ops.attention import sparse_decode, sparse_prefill
 from ...ops.gather import concat_mla_q
-from . import cache_write
+from . import cache_write, short
 
 if TYPE_CHECKING:
     from ..untyped import Untyped as StockBackend
@@ -55,8 +56,9 @@ class CupyMLASparseBackend(StockBackend):
 
 
 class CupyMLASparseBuilder(StockBuilder):
-    """The metadata that all of vLLM's sparse MLA backends have, nothing added."""
+    """The metadata that all of vLLM's sparse MLA backends have, and the decodes that take no lists."""
 
+    _stock_build: Any = common.SparseMLACommonMetadataBuilder.build
     metadata_cls: Any = common.SparseMLACommonMetadata
     _cudagraph_support: Any = AttentionCGSupport.UNIFORM_BATCH
 
@@ -64,10 +66,23 @@ class CupyMLASparseBuilder(StockBuilder):
         super().__init__(*args, **kwargs)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        built = self._stock_build(common_prefix_len, common_attn_metadata, fast_build)
+        config = self.vllm_config
+        # A rank of several has a part of the rows; HiSparse has them elsewhere.
+        if self.dcp_world_size == 1 and not self.use_pcp and config.attention_config.hisparse_config is None:
+            layout = BF16_576 if self.mla_dims.qk_rope_head_dim else BF16_512
+            if self.kv_cache_spec.cache_dtype_str == "fp8_ds_mla":
+                layout = V32_FP8
+            heads = self.model_config.get_num_attention_heads(config.parallel_config)
+            setattr(built, short.NAME, short.dense_decodes(self, common_attn_metadata, layout, heads))
+        return built
+
 
 class CupyMLASparseImpl(StockImpl):
     """One layer's attention."""
 
+    _stock_forward_mqa: Any = common.SparseMLACommonImpl.forward_mqa
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
     lse_base_on_e: bool = True
@@ -89,6 +104,19 @@ class CupyMLASparseImpl(StockImpl):
         skip_scale: bool = False,
     ) -> None:
         cache_write.write(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dense = short.dense_decodes_of(attn_metadata)
+        if dense is None:
+            return self._stock_forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        query = _whole(q, BF16_576.d_qk if self.fp8 else kv_c_and_k_pe_cache.shape[-1])
+        return short.attend(query, kv_c_and_k_pe_cache, dense, self.scale), None
 
     def _forward_mqa_kernel(
         self,

@@ -16,13 +16,6 @@ struct Lists {
 #endif
 };
 
-#if DENSE
-// The parameter of the launch.
-__device__ __forceinline__ const DenseParams& dense(const AttentionParams& p) {
-    return static_cast<const DenseParams&>(p);
-}
-#endif
-
 // Fills the lengths of a query's lists. Returns the tiles of both.
 __device__ __forceinline__ int find_lists(const AttentionParams& p, Lists& w) {
 #if DENSE

@@ -13,16 +13,16 @@
 #include "tile/swizzle.cuh"
 #include "tile/warp.cuh"
 
-constexpr bool V32 = Row::FOLDED_SCALES != 0;  // else V4_FP8
+constexpr bool V32 = Row::FOLDED_SCALES != 0, PLAIN = SCALE_OF_CALL != 0, V4 = !V32 && !PLAIN;
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
 using Division = DivisionOf<THREADS>;
 constexpr End END = Division::END;
-constexpr bool ONE_TURN = Division::ONE_TURN, FOUND_EARLY = Division::FOUND_EARLY;
+constexpr bool ONE_TURN = Division::ONE_TURN, FOUND_EARLY = Division::FOUND_EARLY && !DENSE;
 constexpr bool IN_TURN =
     Division::EQUAL_SPLITS && TILES_IN_TURN;  // an item's tiles are dealt out to its splits in turn
 // Whether the consumers find the ends of the lists of a CTA's first turns. Full lists of V4_FP8 would take 1 to 4 %
 // longer, segments 1 to 2 %.
-constexpr bool CONSUMERS_LOOK = V32 && END != End::KEEP;
+constexpr bool CONSUMERS_LOOK = V32 && END != End::KEEP && !DENSE;
 constexpr int FIRST_TURNS = 4;  // so many turns
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
@@ -33,10 +33,10 @@ constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS;
 constexpr int UNIT_TILES = Division::EQUAL_SPLITS ? 1 : 2;
 constexpr int UNIT_STAGES = UNIT_TILES * TILE_STAGES;
 constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
-constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // column blocks of 64; the last is RoPE
-constexpr int LINES_BYTES = HEADS * LINE_BYTES;  // a swizzled line for each head: a column block of Q, or a P
-constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;    // ranges of columns with a scale of their own
-constexpr int OWN_HEADS = HEADS / 4;             // of S^T and O^T in a thread (tile/heads.cuh)
+constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = D_QK / 64;  // column blocks of 64; behind those of NoPE is RoPE
+constexpr int LINES_BYTES = HEADS * LINE_BYTES;         // a swizzled line for each head: a column block of Q, or a P
+constexpr int CHUNKS = V32 ? 4 : V4 ? NOPE_BLOCKS : 1;  // ranges of columns with a scale of their own
+constexpr int OWN_HEADS = HEADS / 4;                    // of S^T and O^T in a thread (tile/heads.cuh)
 // Denominators in a thread: of all its heads, over its own rows. With 64 heads there are no registers for that: of two
 // heads, over the rows of eight lanes.
 constexpr int SUMS = HEADS == 64 ? 2 : OWN_HEADS;
@@ -53,17 +53,24 @@ static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5, PRODUCER_SYNC = 6 };
 
 // Q comes in eight groups of heads, with gaps between them: the same 32 bytes of heads of four groups are in all banks.
-constexpr int GROUP_HEADS = HEADS / 8, GROUP_GAP = 32;
+// Not if it is e4m3 (Q_E4M3).
+constexpr int GROUP_HEADS = HEADS / 8, GROUP_GAP = Q_E4M3 ? 0 : 32;
+constexpr int Q_ROW_BYTES = D_QK * (Q_E4M3 ? 1 : 2);
 
 // Shared memory: Q, P of each warpgroup's tile, the ring, and the rest.
-constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES + 1024, RING_AT = P_AT + 2 * LINES_BYTES;
-static_assert(Q_BLOCKS * LINES_BYTES + 7 * GROUP_GAP <= P_AT && P_AT % 1024 == 0, "lines of P are swizzled");
+constexpr int Q_LINES_BYTES = ceil_div(Q_ROW_BYTES, LINE_BYTES) * LINES_BYTES;
+constexpr int Q_AT = 0, P_AT = Q_LINES_BYTES + (Q_E4M3 ? 0 : 1024), RING_AT = P_AT + 2 * LINES_BYTES;
+static_assert(Q_LINES_BYTES + 7 * GROUP_GAP <= P_AT && P_AT % 1024 == 0, "lines of P are swizzled");
 
 // What the consumers are told of a split: two `turn`s of the CTA are kept.
 struct Attended {
     Query query;
     int first_head;
     bool begins_item, ends_item;
+#if DENSE
+    int first_row, last_end;  // of the request: the split's first row; the end of what its last token sees
+    int step;
+#endif
 };
 
 template <int STAGES>
@@ -84,6 +91,9 @@ struct alignas(16) SmallOf {
     // each producer warp for a later one.
     int first_ends[FIRST_TURNS][8], ends[4];
     Attended attended[2];
+#if DENSE
+    int seen[HEADS], step;  // request_lines.cuh
+#endif
     int partials;  // results that are merged
     Division::State division;
 };
@@ -120,6 +130,15 @@ struct Work : Division::Turn {
     int turn;
     uint32_t stage;
 };
+
+__device__ __forceinline__ Attended attended_of(const Work& w) {
+#if DENSE
+    const int first_row = w.first_row + w.begin * TILE_ROWS;
+    return {w.query, w.first_head, w.begin == 0, w.ends_item, first_row, w.last_end, w.step};
+#else
+    return {w.query, w.first_head, w.begin == 0, w.ends_item};
+#endif
+}
 
 __device__ __forceinline__ int num_turns(const AttentionParams& p) { return Division::num_turns(p, small().division); }
 

@@ -1,53 +1,24 @@
-// Of fp8_sm90: the producer warps, which bring Q and rows, and pass over tiles without a valid entry.
+// Of fp8_sm90: how the producer warps bring a tile's rows, and Q.
 #pragma once
-#include "attention/division/list_end.cuh"
-#include "attention/fp8_sm90/plan.cuh"
+#if DENSE
+#include "attention/fp8_sm90/request_lines.cuh"
+#else
+#include "attention/fp8_sm90/list_lines.cuh"
+#endif
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "tile/bulk_row.cuh"
 
-// The slots of both caches that entries can name.
-struct Slots {
-    uint32_t main, extra;
-
-    __device__ __forceinline__ explicit Slots(const AttentionParams& p)
-        : main(nameable_slots(p.main)), extra(nameable_slots(p.extra)) {}
-    __device__ __forceinline__ uint32_t of(const Work& w, int tile) const {
-        return tile >= w.main_tiles ? extra : main;
-    }
-};
-
-// As find_row of lists.cuh, with the source chosen once. That spills less here, and more in few_heads_sm90.cu.
-__device__ __forceinline__ Row row_of_entry(const AttentionParams& p, const Work& w, int tile, int32_t entry,
-                                            uint32_t slots) {
-    return uint32_t(entry) < slots ? Row::of_slot(tile >= w.main_tiles ? p.extra : p.main, entry) : Row::none();
-}
-
-// The marks of a stage: a bit a row, if it is valid, and what follows its tile. With several copiers a byte for each.
-constexpr uint32_t ALL_VALID = COPIERS == 1 ? 0xffff : 0x0f0f0f0f;
-__device__ __forceinline__ int valid_bit(int row) { return row / WARP_ROWS * 8 + row % WARP_ROWS; }
-__device__ __forceinline__ void store_marks(int place, int copier, uint32_t marks) {
-    uint32_t& word = small().marks[place];
-    if (COPIERS == 1) {
-        word = marks;
-    } else {
-        reinterpret_cast<uint8_t*>(&word)[copier] = uint8_t(marks);
-    }
-}
-
-// What follows a tile in its split: anything, one tile at most, none; or this is none, but the end of the split.
-enum Follows : uint32_t { ANYTHING = 0, ONE_AT_MOST = 1 << WARP_ROWS, NONE = 2 << WARP_ROWS, ENDED = 3 << WARP_ROWS };
-constexpr uint32_t FOLLOWS = 3 << WARP_ROWS;
-
 // The number in a tile of the i-th of COPIERS stages that producer warp `warp` copies rows of.
 __device__ __forceinline__ int stage_of_copier(int i, int warp) { return COPIERS == 1 ? warp : i; }
 
 // Starts the copies of a warp's 16 rows of the tile that begins with stage `first`. Lane l < 16 holds row l % WARP_ROWS
-// of those in stage l / WARP_ROWS. `follows()` says what follows the tile, once copies have started.
+// of those in stage l / WARP_ROWS, and copies `run` rows, which stand behind each other; 0 if another lane copies its row.
+// `follows()` says what follows the tile, once copies have started.
 template <typename Act>
-__device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int warp, int lane, Act follows) {
+__device__ __forceinline__ void copy_tile(const Row& row, int run, uint32_t first, int warp, int lane, Act follows) {
     Small& sm = small();
     const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
     uint32_t next;
@@ -61,7 +32,7 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
         if (stage >= STAGES) fence_proxy_async();  // between what was read there and bulk copies to the same place
         if (lane / WARP_ROWS == i) {
             const uint32_t own = to + lane % WARP_ROWS * STRIDE;
-            copy_in_bulk(own, row_or_zeros<ROW_STRIDE>(row.data, lane), ROW_STRIDE, full);
+            if (run > 0) copy_in_bulk(own, row_or_zeros<ROW_STRIDE>(row.data, lane), run * ROW_STRIDE, full);
             if (SCALES_APART) cp_async_8(own + ROW_STRIDE, row.scales(), row.data != nullptr);
         }
         __syncwarp();
@@ -75,19 +46,19 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
 
 // Where a head of Q comes to.
 __device__ __forceinline__ uint32_t raw_q(int head) {
-    return shared_address(shared) + Q_AT + head * D_QK * 2 + head / GROUP_HEADS * GROUP_GAP;
+    return shared_address(shared) + Q_AT + head * Q_ROW_BYTES + head / GROUP_HEADS * GROUP_GAP;
 }
 
 // Bulk copies of Q into the space where load_q will store it again in the order of multiply_qk. One warp calls.
 __device__ __forceinline__ void copy_q(const AttentionParams& p, const Query& query, int first_head, int lane) {
-    const bf16* q = q_of(p, query, first_head);
+    const FirstQ q = first_q(p, query, first_head);
     const uint32_t full = shared_address(&small().q_full);
     const int heads = min(HEADS, p.h_q - first_head);
-    const int each = p.q_h == D_QK ? GROUP_HEADS : 1;  // heads of one copy
-    if (lane == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
+    const int each = neighbours_in_q(p);  // heads of one copy
+    if (lane == 0) mbarrier_arrive_expecting(full, heads * Q_ROW_BYTES);
     __syncwarp();
     for (int head = lane * each; head < heads; head += 32 * each)
-        copy_in_bulk(raw_q(head), q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
+        copy_in_bulk(raw_q(head), further_q(p, q, head), min(each, heads - head) * Q_ROW_BYTES, full);
 }
 
 // The Q of a turn, once the turn before has released its own. Later splits of an item have it.
@@ -100,147 +71,17 @@ __device__ __forceinline__ void fetch_q(const AttentionParams& p, const Work& w,
     copy_q(p, w.query, w.first_head, lane);
 }
 
+// Asks for the Q of a turn, and tells the consumers what the turn is. One warp calls.
+__device__ __forceinline__ void begin_turn(const AttentionParams& p, const Work& w, int lane) {
+    if (END != End::KEEP || w.turn > 0) fetch_q(p, w, lane);
+    if (lane == 0) {
+        small().attended[w.turn % 2] = attended_of(w);
+        mbarrier_arrive(shared_address(&small().q_full));
+    }
+}
+
 // END KEEP: the first Q of a CTA. A consumer warp asks for it, while the producer warps ask for list entries.
 __device__ __forceinline__ void fetch_first_q(const AttentionParams& p, int lane) {
     const int head_tiles = num_head_tiles(p);
     copy_q(p, query_by_branch(p, blockIdx.x / head_tiles), blockIdx.x % head_tiles * HEADS, lane);
-}
-
-// The index lists of a query. As load_entry of turn.cuh, with as few instructions as possible: they take turns with
-// wgmma.
-struct Entries {
-    const int32_t *main, *extra;
-
-    __device__ __forceinline__ Entries(const AttentionParams& p, const Work& w)
-        : main(list_of(p.main, w.query)), extra(list_of(p.extra, w.query) - w.main_tiles * TILE_ROWS) {}
-    // The entry of a row of a tile, -1 where there is none.
-    __device__ __forceinline__ int32_t of(const Work& w, int tile, int row) const {
-        const bool second = tile >= w.main_tiles;
-        const int at = tile * TILE_ROWS + row;
-        int32_t entry = -1;
-        if (tile < w.end && at < (second ? w.main_tiles * TILE_ROWS + w.extra_length : w.main_length))
-            entry = (second ? extra : main)[at];
-        return entry;
-    }
-};
-
-// The rows of a tile of which lane `lane` of producer warp `warp` looks at the entries, i = 0, 1. The first 16 lanes'
-// first ones are those that the warp copies.
-__device__ __forceinline__ int row_of_lane(int warp, int lane, int i) {
-    const int owner = (warp + lane / 16 + 2 * i) % 4;
-    return STAGE_ROWS * stage_of_copier(lane % 16 / WARP_ROWS, owner) + owner % COPIERS * WARP_ROWS + lane % WARP_ROWS;
-}
-
-// Whether any of a tile's entries is valid. All lanes of the warp call.
-__device__ __forceinline__ bool has_valid(const int32_t (&entries)[2], uint32_t slots) {
-    return __any_sync(~0u, min(uint32_t(entries[0]), uint32_t(entries[1])) < slots);
-}
-
-// Finds the ends of the lists of the CTA's first turns, at once. The consumers call, while Q is on its way: the eight warps
-// share the turns, two or more look at one.
-__device__ __forceinline__ void find_first_ends(const AttentionParams& p, const Work& only) {
-    static_assert(FIRST_TURNS == 4, "two warps look at a turn");
-    Small& sm = small();
-    const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, turns = min(num_turns(p), FIRST_TURNS);
-    const int warps = turns <= 1 ? 8 : turns == 2 ? 4 : 2;  // of a turn
-    const int turn = warp / warps, rank = warp % warps;
-    if (turn < turns) {
-        Lists lists;
-        if constexpr (ONE_TURN) {
-            lists = only;
-        } else {
-            lists.query = query_by_branch(p, Division::find_query(p, small().division, turn));
-            find_lists(p, lists);
-        }
-        if (FOUND_EARLY) wait_for_earlier_kernels();
-        const int end = find_end<8, true>(p, lists, 32 * rank + lane, 32 * warps);
-        if (lane < 8 / warps) sm.first_ends[turn][rank + lane * warps] = end;
-    }
-    __syncwarp();
-    mbarrier_arrive_for_warp(shared_address(&sm.ends_known), lane);
-}
-
-// A split's tiles up to the end that WARPS warps have found. A warp calls.
-template <int WARPS>
-__device__ __forceinline__ int count_to_end(const Work& w, int lane, const int (&ends)[WARPS]) {
-    const int tiles = __reduce_max_sync(~0u, ends[lane % WARPS]) - w.begin;
-    return min(w.count(), IN_TURN ? ceil_div(max(tiles, 0), w.step) : max(tiles, 0));
-}
-
-// Each of the four producer warps copies 16 rows of every tile that has a valid entry. List entries are loaded AHEAD
-// tiles before their rows: under load they take 2,000 cycles. Warp 0 also fetches Q in the meantime. Returns the stage
-// behind the split.
-__device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
-    constexpr int AHEAD = 2;
-    const Entries list(p, w);
-    const Slots slots(p);
-    int count = w.count();
-    auto find_count = [&] {
-        const int end = find_end<CONSUMERS_LOOK ? 4 : 2, false>(p, w, 32 * warp + lane, WARPGROUP);
-        if (lane == 0) small().ends[warp] = end;
-        named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
-        count = count_to_end(w, lane, small().ends);
-        named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
-    };
-    if (CONSUMERS_LOOK && w.turn >= FIRST_TURNS) find_count();
-    const int rows[2] = {row_of_lane(warp, lane, 0), row_of_lane(warp, lane, 1)};
-    int32_t entries[AHEAD][2];
-    auto load_entries = [&](int i, int n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) entries[i][j] = list.of(w, w.tile(n), rows[j]);
-    };
-    if (FOUND_EARLY && w.turn == 0) {
-        wait_for_earlier_kernels();
-        let_next_kernel_start();
-    }
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) load_entries(i, i);
-    if (warp == 0) {
-        if (END != End::KEEP || w.turn > 0) fetch_q(p, w, lane);
-        if (lane == 0) {
-            small().attended[w.turn % 2] = {w.query, w.first_head, w.begin == 0, w.ends_item};
-            mbarrier_arrive(shared_address(&small().q_full));
-        }
-    }
-    uint32_t stage = w.stage;
-    bool ended = false;  // the consumers know that no tile follows
-#pragma unroll 1
-    for (int first = 0; first <= count; first += AHEAD) {
-        const uint32_t stage_before = stage;
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const int n = first + i, tile = w.tile(n);
-            if (n > count) break;
-            const bool copied = has_valid(entries[i], slots.of(w, tile));  // behind the split there is no entry
-            const Row row = row_of_entry(p, w, tile, entries[i][0], slots.of(w, tile));
-            load_entries(i, n + AHEAD);
-            auto know_end = [&] {  // what the consumers have found, once the first copies are under way
-                if (!CONSUMERS_LOOK || i > 0 || n > 0 || w.turn >= FIRST_TURNS) return;
-                mbarrier_wait(shared_address(&small().ends_known), 0);
-                count = count_to_end(w, lane, small().first_ends[w.turn]);
-            };
-            if (!copied) {
-                know_end();
-                if (n < count || ended) continue;
-            }
-            // The consumers take the tiles of a unit together: one without rows completes the last unit.
-            const bool completes = UNIT_TILES == 1 || (stage - w.stage) % UNIT_STAGES != 0;
-            copy_tile(row, stage, warp, lane, [&] {
-                if (copied) know_end();
-                const bool is_tile = n < count || (UNIT_TILES > 1 && completes);
-                ended = completes && n + 1 >= count;
-                const bool last_of_warpgroup = UNIT_TILES > 1 && completes ? ended : n + 2 >= count;
-                return !is_tile ? ENDED : ended ? NONE : last_of_warpgroup ? ONE_AT_MOST : ANYTHING;
-            });
-            stage += TILE_STAGES;
-        }
-        const int next = first + AHEAD;
-        if (!CONSUMERS_LOOK && stage == stage_before && next < count && count == w.count()) {
-            find_count();
-            count = max(count, next);
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) load_entries(i, next + i);  // again: meanwhile they need no registers
-        }
-    }
-    return stage;
 }

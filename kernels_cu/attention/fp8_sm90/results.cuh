@@ -1,6 +1,7 @@
 // Of fp8_sm90: what becomes of O^T: results, or partial results and their merge.
 #pragma once
 #include "attention/division/results.cuh"
+#include "attention/fp8_sm90/chunks.cuh"
 #include "attention/fp8_sm90/values.cuh"
 
 // Stores each warp's denominators; sum_of adds those of all warps for head `local` of the head tile.
@@ -19,9 +20,14 @@ __device__ __forceinline__ float sum_of(int local) {
     return sum;
 }
 
+// What O^T is multiplied with beside its denominator.
+__device__ __forceinline__ float value_scale(const AttentionParams& p) {
+    return PLAIN ? load_call_scale(p.k_scale) : 1.0f;
+}
+
 // END LEAVE: what the partial results of other CTAs are multiplied with, [partial result][head]. In the space of Q: a
 // CTA merges at its last split.
-static_assert(MOST_SPLITS * HEADS * 4 <= P_AT, "");
+static_assert(END != End::LEAVE || MOST_SPLITS * HEADS * 4 <= P_AT, "");
 __device__ __forceinline__ float* merge_weights() { return reinterpret_cast<float*>(shared); }
 
 // Denominators, with those of `count` partial results of the CTAs before, to statistics, and to the factors that O^T
@@ -48,10 +54,10 @@ __device__ __forceinline__ void finish_sums(const AttentionParams& p, const Atte
         const HeadResult result = {0.0f, log2_sum_exp(top, sum)};
         float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
         if (head < p.h_q) {
-            if (sum != 0.0f) scale *= sink_factor(p, head, result.lse);
-            write_statistics(p, w.query, head, result);
+            if (sum != 0.0f) scale *= sink_factor(p, head_at(p, head), result.lse);
+            write_statistics(p, query_at(p, w.query, head), head_at(p, head), result);
         }
-        sm.scale[local] = own * scale;
+        sm.scale[local] = own * scale * value_scale(p);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) merge_weights()[i * HEADS + local] *= scale;
     }
@@ -60,7 +66,7 @@ __device__ __forceinline__ void finish_sums(const AttentionParams& p, const Atte
 
 // Makes O^T a partial result: its statistics are written, and the power of two that brings each head's O^T to the range
 // of f16 stands in `scale`, for threads that have met.
-__device__ __forceinline__ void write_partial_statistics(const Role& r, const Output& out,
+__device__ __forceinline__ void write_partial_statistics(const AttentionParams& p, const Role& r, const Output& out,
                                                          const PartialResults<8>& partials) {
     Small& sm = small();
 #pragma unroll
@@ -79,7 +85,7 @@ __device__ __forceinline__ void write_partial_statistics(const Role& r, const Ou
         for (int i = 0; i < 8; ++i) top = fmaxf(top, sm.largest[i][threadIdx.x]);
         const float up = to_f16_range(top);
         sm.scale[threadIdx.x] = up;
-        partials.write_statistics(threadIdx.x, sm.ref[threadIdx.x], sum_of(threadIdx.x), 0.0f, 1.0f / up);
+        partials.write_statistics(threadIdx.x, sm.ref[threadIdx.x], sum_of(threadIdx.x), 0.0f, value_scale(p) / up);
     }
 }
 
@@ -102,8 +108,9 @@ __device__ __forceinline__ void write_partial_values(const Role& r, const Output
 }
 
 // Writes the partial result of a split, in f16 times a power of two for each head.
-__device__ __forceinline__ void write_partial(const Role& r, const Output& out, const PartialResults<8>& partials) {
-    write_partial_statistics(r, out, partials);
+__device__ __forceinline__ void write_partial(const AttentionParams& p, const Role& r, const Output& out,
+                                              const PartialResults<8>& partials) {
+    write_partial_statistics(p, r, out, partials);
     sync_consumers();
     write_partial_values(r, out, partials);
 }
@@ -162,7 +169,7 @@ __device__ __forceinline__ void merge_segments(const AttentionParams& p, const A
     const int count = p.num_splits, last = count - 1;
     const ClusterResults<8> partials(p.cluster_parts + int64_t(blockIdx.x) * count * PartialResults<8>::STEP, split,
                                      count, 1);
-    write_partial_statistics(r, out, partials);  // its code stands here once, for all splits
+    write_partial_statistics(p, r, out, partials);  // its code stands here once, for all splits
     if (!w.ends_item) {
         sync_consumers();
         write_partial_values(r, out, partials);
@@ -175,7 +182,8 @@ __device__ __forceinline__ void merge_segments(const AttentionParams& p, const A
         const float scale = partials.weigh(
             threadIdx.x, weight,
             [&](int local, bool write, float ref, float sum, float) {
-                return finish_merged_head(p, w.query, w.first_head + local, write, ref, sum, 0.0f);
+                const int head = w.first_head + local;
+                return finish_merged_head(p, query_at(p, w.query, head), head_at(p, head), write, ref, sum, 0.0f);
             },
             true);
 #pragma unroll
@@ -221,21 +229,19 @@ __device__ __forceinline__ void merge_partials(const AttentionParams& p, const Q
                                                const ClusterResults<8>& partials) {
     float* weights = reinterpret_cast<float*>(shared);  // in the space of Q, which is not read any more
     static_assert(MAX_CLUSTER * HEADS * 4 <= P_AT, "");
-    auto head_of = [](int chunk) { return chunk / 256 / 2 * 8 + chunk % 4 * 2 + chunk / 256 % 2; };
     auto finish = [&](int local, bool write, float ref, float sum, float) {
-        return finish_merged_head(p, query, first_head + local, write, ref, sum, 0.0f);
-    };
-    auto column_of = [](int chunk) {
-        const int thread = chunk % 256;
-        return thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2;
+        const int head = first_head + local;
+        return finish_merged_head(p, query_at(p, query, head), head_at(p, head), write, ref, sum, 0.0f);
     };
     auto store = [&](int local, int column, const float (&v)[8]) {
         const int head = first_head + local;
         if (head >= p.h_q) return;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) write_output(p, query, head, column + 64 * i, v[2 * i], v[2 * i + 1]);
+        for (int i = 0; i < 4; ++i)
+            write_output(p, query_at(p, query, head), head_at(p, head), column + COLUMNS_APART * i, v[2 * i],
+                         v[2 * i + 1]);
     };
-    partials.merge_share<CONSUMERS>(weights, head_of, column_of, finish, sync_consumers, store);
+    partials.merge_share<CONSUMERS>(weights, line_of_chunk, column_of_chunk, finish, sync_consumers, store);
 }
 
 // Turns O^T into results, with the partial results of the CTAs before.
@@ -264,7 +270,7 @@ __device__ __forceinline__ void finish_results(const AttentionParams& p, const A
 __device__ __forceinline__ void store_results(const AttentionParams& p, const Attended& w, const Role& r,
                                               const Output& out) {
     const int first = 256 * r.warpgroup + 16 * r.warp;  // of column block v this thread holds 2 g and 2 g + 1 of 16
-    bf16* results = out_of(p, w.query, w.first_head);
+    const OutAt results = first_out(p, w.query, w.first_head);
     // END KEEP: there is one way. Code that runs once comes from memory, so it takes time by its length.
     const bool wide = p.flags & WIDE_OUT;
     if (END == End::KEEP || wide) {
@@ -273,7 +279,7 @@ __device__ __forceinline__ void store_results(const AttentionParams& p, const At
         constexpr int LINE = 2 * D_V, BUFFERS = HEADS / 32;
         static_assert(BUFFERS * 8 * LINE == 2 * LINES_BYTES, "");
         const int head = threadIdx.x / 64, column = threadIdx.x % 64 * 8, heads = p.h_q - w.first_head;
-        bf16* to = results + head * p.out_h + column;  // of this head and every fourth one behind it
+        OutAt to = further_out(p, results, head, column);  // of this head and every fourth one behind it
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
             const uint32_t lines = shared_address(shared) + P_AT + j % BUFFERS * 8 * LINE;
@@ -290,8 +296,9 @@ __device__ __forceinline__ void store_results(const AttentionParams& p, const At
             for (int i = 0; i < 2; ++i)
                 chunks[i] = load_shared_16(lines + (head + 4 * i) * LINE + (2 * column ^ (head + 4 * i) / 2 << 5));
 #pragma unroll
-            for (int i = 0; i < 2; ++i, to += 4 * p.out_h) {
-                if (8 * j + 4 * i + head < heads) store_chunk(to, chunks[i], END != End::KEEP || wide);
+            for (int i = 0; i < 2; ++i, to = further_out(p, to, 4, 0)) {
+                if (8 * j + 4 * i + head < heads)
+                    store_chunk(place_of_out(p, to), chunks[i], END != End::KEEP || wide);
             }
             if (BUFFERS == 1) sync_consumers();
         }
@@ -302,8 +309,8 @@ __device__ __forceinline__ void store_results(const AttentionParams& p, const At
             if (head >= p.h_q) continue;
 #pragma unroll
             for (int v = 0; v < 4; ++v)
-                write_output(p, w.query, head, first + 64 * v + 2 * r.g, out.o[v][element(0, c)],
-                             out.o[v][element(1, c)]);
+                write_output(p, query_at(p, w.query, head), head_at(p, head), first + 64 * v + 2 * r.g,
+                             out.o[v][element(0, c)], out.o[v][element(1, c)]);
         }
     }
 }

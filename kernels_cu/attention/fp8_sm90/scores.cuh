@@ -1,6 +1,10 @@
 // Of fp8_sm90: Q in the order of the products, S^T = K . Q^T, and the softmax.
 #pragma once
-#include "attention/fp8_sm90/producer.cuh"
+#if DENSE
+#include "attention/fp8_sm90/request_rows.cuh"
+#else
+#include "attention/fp8_sm90/list_rows.cuh"
+#endif
 #include "ptx/arithmetic.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/wgmma.cuh"
@@ -14,12 +18,13 @@ __device__ __forceinline__ bool are_alone(int n) { return n >= D_NOPE / 128; }
 // item 4 i + 2 + e. So word t of chunk 4 half + k of a head's line is word k of the eight columns from
 //   128 n + 32 t + 16 odd + 8 half  in block 2 n + odd, where two share columns,
 //   64 block + 16 t + 8 half        in a block that is alone.
-// A thread takes all t and k of a head, a half and several blocks, so that it stores 16 bytes at a time. Of V32_FP8's
-// last block, the ninth, it takes T_OF_LAST of the four t.
+// A thread takes all t and k of a head, a half and several blocks, so that it stores 16 bytes at a time. Of the ninth
+// block it takes T_OF_LAST of the four t.
 struct QPart {
     int head, half, odd, last_t;
 };
 constexpr int T_OF_LAST = HEADS / 32;
+constexpr bool NINTH = Q_BLOCKS == 9;
 
 // The loads and the stores of eight lanes meet all banks: two halves of heads that are in four groups (raw_q) and in
 // lines that are swizzled in four ways. So do stores of less than 16 bytes, as every eight lanes have another last_t.
@@ -69,10 +74,17 @@ __device__ __forceinline__ uint32_t largest_bits(uint32_t top, const Vec16 (&col
     return top;
 }
 
+// What a logit is multiplied with, of Q times 1 / `q_scale`.
+__device__ __forceinline__ float logit_scale_of(const AttentionParams& p, float q_scale) {
+    float scale = p.scale_log2 * q_scale;
+    if (PLAIN) scale *= load_call_scale(p.k_scale);
+    return scale == 0.0f ? 0x1p-120f : scale;  // times -inf that is still -inf
+}
+
 // Q in place, to f16 and in the order of multiply_qk. Returns what a logit is to be multiplied with.
 __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, const Attended& w, const Role& r) {
     constexpr int PAIRS = HEADS / 16;  // of column blocks, of which a thread has one block each
-    static_assert(Q_BLOCKS * 64 == D_QK && Q_BLOCKS == (V32 ? 9 : 8), "");
+    static_assert(Q_BLOCKS * 64 == D_QK && (NINTH || Q_BLOCKS == 8), "");
     const QPart part = q_part(r);
     auto pair = [&](int i) { return i * (64 / HEADS) + r.warp / 2 % (64 / HEADS); };
     const uint32_t raw = raw_q(part.head) + 16 * part.half;
@@ -86,11 +98,11 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, cons
         for (int t = 0; t < 4; ++t) columns[i][t] = load_shared_16(from + (alone ? 32 : 64) * t);
     }
 #pragma unroll
-    for (int t = 0; V32 && t < T_OF_LAST; ++t) last[t] = load_shared_16(raw + 128 * 8 + 32 * (part.last_t + t));
+    for (int t = 0; NINTH && t < T_OF_LAST; ++t) last[t] = load_shared_16(raw + 128 * 8 + 32 * (part.last_t + t));
     uint32_t top = 0;
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) top = largest_bits(top, columns[i]);
-    if (V32) top = largest_bits(top, last);
+    if (NINTH) top = largest_bits(top, last);
     const bool is_there = part.head < p.h_q - w.first_head;
     if (!is_there) top = 0;
     top &= 0x7fff7fff;
@@ -108,9 +120,32 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, cons
     const uint32_t line = swizzled(shared_address(shared) + Q_AT, part.head, 4 * part.half);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) store_q(line + part.odd * LINES_BYTES, 2 * pair(i), columns[i], factor, true);
-    if (V32) store_q(line + 4 * part.last_t, 8, last, factor, false);
-    const float logit_scale = p.scale_log2 * __uint_as_float(uint32_t(127 - shift) << 23);
-    return logit_scale == 0.0f ? 0x1p-120f : logit_scale;  // times -inf that is still -inf
+    if (NINTH) store_q(line + 4 * part.last_t, 8, last, factor, PLAIN);
+    return logit_scale_of(p, __uint_as_float(uint32_t(127 - shift) << 23));
+}
+
+// Q in e4m3, in place, to swizzled lines of 128 columns. Returns what a logit is to be multiplied with.
+__device__ __forceinline__ float load_q_e4m3(const AttentionParams& p, int turn, const Attended& w) {
+    constexpr int OF_LINE = D_QK / 16, THREADS_OF_LINE = CONSUMERS / HEADS;  // chunks of 16 bytes
+    constexpr int EACH = ceil_div(OF_LINE, THREADS_OF_LINE);
+    const int line = threadIdx.x / THREADS_OF_LINE, first = threadIdx.x % THREADS_OF_LINE;
+    const uint32_t from = raw_q(line) + 16 * first, to = shared_address(shared) + Q_AT;
+    mbarrier_wait(shared_address(&small().q_full), turn & 1);
+    const bool is_there = line < p.h_q - w.first_head;  // known now
+    Vec16 chunks[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        chunks[i] = {0, 0, 0, 0};
+        if (is_there && first + THREADS_OF_LINE * i < OF_LINE)
+            chunks[i] = load_shared_16(from + 16 * THREADS_OF_LINE * i);
+    }
+    sync_consumers();
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int chunk = first + THREADS_OF_LINE * i;
+        if (chunk < OF_LINE) store_shared_16(swizzled(to + chunk / 8 * LINES_BYTES, line, chunk % 8), chunks[i]);
+    }
+    return logit_scale_of(p, load_call_scale(p.q_scale));
 }
 
 // --- S^T ------------------------------------------------------------------------------------------------------
@@ -118,8 +153,8 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, cons
 // The scales of a thread's two rows, g and g + 8 of its warp's stage: r, and scale / r as f16, both rows in a word, of
 // chunk t and (V4_FP8) t + 4.
 struct RowScales {
-    float r[2], logit[2];  // S^T times `logit` are the logits
-    uint32_t ratio[V32 ? 1 : 2];
+    float r[2], logit[2];         // S^T times `logit` are the logits
+    uint32_t ratio[V32 ? 1 : 2];  // not of PLAIN_FP8, whose r is 1
 };
 
 // V32_FP8: a row's scales, none below LEAST_SCALE.
@@ -152,7 +187,7 @@ __device__ __forceinline__ void widen_bytes(const Bytes& bytes, const uint32_t (
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             e4m3x4_to_f16x2(words[row][i], a[i][row], a[i][row + 2]);
-            if (!V32) {
+            if (V4) {
                 a[i][row] = multiply_f16x2(a[i][row], ratio[row]);
                 a[i][row + 2] = multiply_f16x2(a[i][row + 2], ratio[row]);
             }
@@ -326,28 +361,74 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
     return result;
 }
 
-// S^T of the tile whose first stage is `stage`, which has come: each warp its 16 rows. Rows that are not valid will get
-// a P of 0.
-__device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t stage, float logit_scale,
-                                                 float (&s)[HEADS / 2]) {
+// PLAIN_FP8: the call's scale is part of `logit_scale`.
+__device__ __forceinline__ void multiply_qk_plain(uint32_t row, int t, float (&s)[HEADS / 2]) {
+    const uint32_t none[2] = {0, 0};
+    const uint64_t q = q_operand();
+    uint32_t a[2][4][4];
+    Bytes bytes = load_block(row, t, 0);
+    widen_bytes(bytes, none, a[0]);
+    bytes = load_block(row, t, 1);
+    start_qk<Values::F16, Sum::SET>(q, 0, a[0], s);
+#pragma unroll
+    for (int block = 1; block < Q_BLOCKS; ++block) {
+        widen_bytes(bytes, none, a[block % 2]);
+        if (block + 1 < Q_BLOCKS) bytes = load_block(row, t, block + 1);
+        start_qk<Values::F16, Sum::ADD>(q, block, a[block % 2], s);
+        wgmma_wait<1>();
+    }
+    wgmma_wait<0>();
+}
+
+// The same with Q in e4m3, as the rows are: nothing is widened. `rows`: the first of the warp's 16.
+__device__ __forceinline__ void multiply_qk_e4m3(uint32_t rows, int lane, float (&s)[HEADS / 2]) {
+    constexpr int STEPS = D_QK / 32, GROUP = 4;  // steps of k, and those of a line of Q
+    const uint64_t q = q_operand();
+    const uint32_t from = rows + lane % 16 * STRIDE + lane / 16 * 16;
+    uint32_t a[2][GROUP][4];
+#pragma unroll
+    for (int first = 0; first < STEPS; first += GROUP) {
+        uint32_t (&buffer)[GROUP][4] = a[first / GROUP % 2];
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i)
+            if (first + i < STEPS) ldmatrix_x4(buffer[i], from + 32 * (first + i));
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) {
+            const uint64_t operand = wgmma_further(q, first / GROUP * LINES_BYTES + 32 * i);
+            if (first + i == 0) {
+                wgmma_e4m3<Sum::SET>(s, buffer[i], operand);
+            } else if (first + i < STEPS) {
+                wgmma_e4m3<Sum::ADD>(s, buffer[i], operand);
+            }
+        }
+        wgmma_commit();
+        if (first > 0) wgmma_wait<1>();
+    }
+    wgmma_wait<0>();
+}
+
+// S^T of the tile whose first stage is `stage`, which has come: each warp its 16 rows. What a line does not see will get
+// a P of 0. `stages`: of the split, before the tile.
+__device__ __forceinline__ RowScales multiply_qk(const AttentionParams& p, const Role& r, uint32_t stage,
+                                                 uint32_t stages, float logit_scale, float (&s)[HEADS / 2]) {
     stage += r.warp;
     const uint32_t row = stage_address(stage) + r.g * STRIDE;
     RowScales scales;
     if constexpr (V32) {
         scales = multiply_qk_v32(row, r.t, logit_scale, s);
-    } else {
+    } else if constexpr (V4) {
         scales = multiply_qk_v4(row, r.t, logit_scale, s);
-    }
-    const uint32_t valid = small().marks[place_of(stage)];
-    if ((valid & ALL_VALID) != ALL_VALID) {
-        const float mask = logit_scale < 0.0f ? INF : -INF;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (valid >> valid_bit(r.g + 8 * i) & 1) continue;
-#pragma unroll
-            for (int c = 0; c < OWN_HEADS; ++c) s[element(i, c)] = mask;
+    } else {
+        if constexpr (Q_E4M3) {
+            multiply_qk_e4m3(stage_address(stage), r.lane, s);
+        } else {
+            multiply_qk_plain(row, r.t, s);
         }
+        scales = {{1.0f, 1.0f}, {logit_scale, logit_scale}, {}};
     }
+    const uint32_t marks = small().marks[place_of(stage)];
+    if (!all_seen(marks)) mask_rows(p, r, stages, marks, logit_scale < 0.0f ? INF : -INF, s);
     return scales;
 }
 
@@ -411,12 +492,13 @@ __device__ __forceinline__ void raise_references(const Role& r, const RowScales&
 // Stores a row's ratios, each quad those of its row, where load_columns reads them: those of a thread's four of 16
 // rows stand side by side.
 __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& scales) {
+    if (PLAIN) return;
     Small& sm = small();
     const int place = 16 * r.warp + r.g / 2 * 4 + r.g % 2;  // of row g; that of row g + 8 is two further
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         sm.ratio[r.warpgroup][r.t][place + 2 * i] = uint16_t(scales.ratio[0] >> 16 * i);
-        if constexpr (!V32) {
+        if constexpr (V4) {
             if (r.t < 3) sm.ratio[r.warpgroup][r.t + 4][place + 2 * i] = uint16_t(scales.ratio[1] >> 16 * i);
         }
     }

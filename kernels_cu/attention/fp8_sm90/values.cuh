@@ -27,6 +27,7 @@ __device__ __forceinline__ void follow_references(const Role& r, int owner, Outp
 // The bytes of two rows (2 t and 2 t + 1 of eight) in columns 2 g and 2 g + 1 become a pair of f16 for each column.
 __device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint32_t& even, uint32_t& odd) {
     e4m3x4_to_f16x2(__byte_perm(bytes, 0, 0x3120), even, odd);
+    if (PLAIN) return;
     even = multiply_f16x2(even, ratio);
     odd = multiply_f16x2(odd, ratio);
 }
@@ -35,13 +36,13 @@ __device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint3
 // ratios.
 struct Columns {
     uint32_t bytes[4];
-    Vec8 ratio[V32 ? 1 : 2];  // of the thread's four rows: for both column blocks, or for each
-    uint32_t rope[4];         // V4_FP8: the last column block's A operand
+    Vec8 ratio[V4 ? 2 : 1];  // of the thread's four rows: for both column blocks, or for each
+    uint32_t rope[4];        // V4_FP8: the last column block's A operand
 };
 
 // Where the ratios for P of warpgroup `owner` begin that a thread reads: those of its warpgroup's first chunk.
 __device__ __forceinline__ uint32_t own_ratios(const Role& r, int owner) {
-    return shared_address(&small().ratio[owner][(V32 ? 2 : 4) * r.warpgroup][4 * r.t]);
+    return shared_address(&small().ratio[owner][(V32 ? 2 : V4 ? 4 : 0) * r.warpgroup][4 * r.t]);
 }
 
 // Its ratios for step k of a chunk, the `chunk`-th of its warpgroup.
@@ -53,9 +54,9 @@ __device__ __forceinline__ Columns load_columns(const Role& r, uint32_t stage, u
     const uint32_t rows = stage_address(stage) + r.lane % 16 * STRIDE, second = r.lane / 16;
     const uint32_t from = rows + 256 * r.warpgroup + 64 * second + 16 * r.warp;
     Columns c;
-    if constexpr (V32) {
+    if constexpr (!V4) {
         ldmatrix_x4_trans(c.bytes, from + 128 * i);
-        c.ratio[0] = load_ratios(ratios, i, k);
+        if (V32) c.ratio[0] = load_ratios(ratios, i, k);
     } else {
         // The last column block is RoPE, which has no ratios: those before are loaded, and not used.
         ldmatrix_x4_trans(c.bytes, i == 0 || (r.warpgroup == 1 && second) ? from : from + 128);
@@ -72,11 +73,11 @@ __device__ __forceinline__ Columns load_columns(const Role& r, uint32_t stage, u
 __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, int i, uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
-        const Vec8& ratio = c.ratio[V32 ? 0 : v];
+        const Vec8& ratio = c.ratio[V4 ? v : 0];
         widen_pair(c.bytes[2 * v], ratio.x, a[v][0], a[v][1]);
         widen_pair(c.bytes[2 * v + 1], ratio.y, a[v][2], a[v][3]);
     }
-    if (!V32 && i == 1) {
+    if (V4 && i == 1) {
         // Chosen here, or the compiler chooses behind the fence, between two wgmma, and serialises them.
 #pragma unroll
         for (int n = 0; n < 4; ++n) a[1][n] = opaque(r.warpgroup == 1 ? c.rope[n] : a[1][n]);

@@ -1,33 +1,17 @@
 // Ranges of a row, and the logits of one in registers.
 #pragma once
 #include "indexer/order.cuh"
+#include "indexer/row_range.cuh"
 #include "indexer/topk/shared.cuh"
 #include "ptx/arithmetic.cuh"
 #include "tile/warp.cuh"
 
-// What a CTA works on: columns [begin, end) of the logits.
-struct Range {
-    int begin, end;
-};
-
-// Without a table of requests.
-__device__ __forceinline__ int request_of_row(const TopkParams& p, int row) {
-    return p.queries <= 1 ? row : uint32_t(row) / uint32_t(p.queries);
-}
-
-__device__ __forceinline__ Range range_of_row(const TopkParams& p, int row) {
-    int begin = p.starts == nullptr ? 0 : max(p.starts[row], 0), end = p.width;
-    if (p.ends != nullptr) {
-        if (p.queries == 0) {
-            end = p.ends[row];
-        } else {
-            const int request = request_of_row(p, row), query = row - request * p.queries;
-            end =
-                p.lens_stride == 0 ? p.ends[request] - p.queries + query + 1 : p.ends[request * p.lens_stride + query];
-        }
-    }
-    begin = min(begin, p.width);
-    return {begin, max(begin, min(end, p.width))};
+// Columns [begin, end) of a row that are looked at. Candidate blocks of 8 keys end where their row does: of a row of as many
+// as there is room for, the last one has the row's last keys.
+__device__ __forceinline__ Range columns_of_row(const TopkParams& p, int row) {
+    Range range = range_of_row(p, row);
+    if (p.in_blocks) range.end = min(range.end, p.width - (-p.ends[row] & 7));
+    return range;
 }
 
 // A part's share of a row's range, cut at whole vectors.

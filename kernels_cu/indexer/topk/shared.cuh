@@ -15,9 +15,9 @@ struct TopkParams {
     int32_t* out;             // [rows, k]
     int64_t logits_stride, out_stride, lens_stride;  // items
     int32_t rows, width, k;
-    int32_t queries;  // of a request: `ends` are context lengths; 0: they are ends
-    int32_t aligned;  // rows allow loads of four logits
-    int32_t unused;
+    int32_t queries;    // of a request: `ends` are context lengths; 0: they are ends
+    int32_t aligned;    // rows allow loads of four logits
+    int32_t in_blocks;  // columns are those of candidate blocks; `ends` are [rows] numbers of keys
 };
 
 constexpr int WARPS = THREADS / 32;

@@ -12,7 +12,7 @@ import cupy_mla
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.kernel import Kernel
-from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_576, V32_FP8, Layout
+from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_576, PLAIN_FP8_576, V32_FP8, Layout
 
 from ...fake_gpu import FakeGPU
 from ...kinds import BF16, Torch
@@ -34,9 +34,11 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: int, sms: int = 108) -> Fake
     return FakeGPU(monkeypatch, sms, capability)
 
 
-def decode(layout: Layout, b: int, heads: int, s_q: int = 1, width: int = WIDTH, **more: Any) -> None:
+def decode(
+    layout: Layout, b: int, heads: int, s_q: int = 1, width: int = WIDTH, q_dtype: np.dtype = BF16, **more: Any
+) -> None:
     kind = Torch()
-    q, cache = np.zeros((b, s_q, heads, layout.d_qk), BF16), np.zeros((3, 64, layout.last_axis), layout.dtype)
+    q, cache = np.zeros((b, s_q, heads, layout.d_qk), q_dtype), np.zeros((3, 64, layout.last_axis), layout.dtype)
     table, lens = np.zeros((b, width), np.int32), np.zeros(b, np.int32)
     cupy_mla.dense_decode(*map(kind.put, (q, cache, table, lens)), 0.04, **more)
 
@@ -100,6 +102,48 @@ def test_more_rows_than_shares_can_count(monkeypatch):
     gpu = on(monkeypatch, 80)
     decode(BF16_576, 1, 64, 5, width=2**25)
     assert [grid for _, grid in launched(gpu)] == [(5, 1, 1)]
+
+
+FP8_LAYOUTS = [layout for layout in ATTENTION_LAYOUTS if layout.quantized]
+
+
+@pytest.mark.parametrize("layout", FP8_LAYOUTS, ids=lambda layout: f"{layout.name} {layout.d_qk}")
+def test_fp8_rows_on_hopper(monkeypatch, layout):
+    """Few rows in clusters, many short requests whole, long ones in shares with a merge behind."""
+    gpu = on(monkeypatch, 90, 132)
+    for b, heads, width, names, grid in (
+        (1, 16, 30, ["dense_fp8_sm90"], (15, 1, 1)),
+        (300, 64, 3, ["dense_fp8_sm90"], (132, 1, 1)),
+        (9, 128, 2000, ["dense_fp8_sm90", "dense_combine"], (132, 1, 1)),
+    ):
+        decode(layout, b, heads, width=width)
+        kernels = launched(gpu)
+        assert [kernel.name for kernel, _ in kernels] == names
+        assert kernels[0][1] == grid
+        assert kernels[0][0].defines["HEADS"] == (32 if heads <= 32 else 64)
+        assert layout.defines().items() <= kernels[0][0].defines.items()
+
+
+@pytest.mark.parametrize("q_dtype", [BF16, np.dtype(np.uint8)], ids=["bf16", "e4m3"])
+def test_queries_in_e4m3_have_kernels_of_their_own(monkeypatch, q_dtype):
+    gpu = on(monkeypatch, 90, 132)
+    for width in (3, 30, 2000):
+        decode(PLAIN_FP8_576, 40, 16, width=width, q_dtype=q_dtype)
+        assert launched(gpu)[0][0].defines["Q_E4M3"] == (q_dtype != BF16)
+
+
+def test_splits_and_bits_of_fp8_rows_on_hopper(monkeypatch):
+    """Asked splits are made; those of batch-invariant calls depend on neither batch nor table."""
+    gpu = on(monkeypatch, 90, 132)
+    decode(V32_FP8, 30, 64, width=2000, num_splits=7)
+    assert launched(gpu)[0][1] == (30 * 7, 1, 1)
+    ctas = set()
+    for b, width in ((1, 1), (1, 4000), (50, 100)):
+        decode(V32_FP8, b, 16, 2, width, batch_invariant=True)
+        (kernel, grid), (merge, _) = launched(gpu)
+        assert merge.name == "dense_combine"
+        ctas.add((kernel, grid[0] // b))
+    assert len(ctas) == 1
 
 
 @pytest.mark.parametrize("name", ["portable", "portable_99kb"])

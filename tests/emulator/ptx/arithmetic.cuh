@@ -95,6 +95,18 @@ inline uint32_t min_in_32_bits(uint32_t a, uint32_t b) { return a < b ? a : b; }
 // Two numbers in the halves of a word.
 inline uint32_t abs_bf16x2(uint32_t x) { return x & 0x7fff7fff; }
 inline uint32_t max_bf16x2(uint32_t a, uint32_t b) { return emu::halves(a, b, emu::max_of_halves<0x7f80>); }
+inline uint32_t min_bf16x2(uint32_t a, uint32_t b) {  // min(a, b) = -max(-a, -b); NaN only of two NaNs
+    return emu::halves(a, b, [](uint32_t x, uint32_t y) {
+        const uint32_t larger = emu::max_of_halves<0x7f80>(x ^ 0x8000, y ^ 0x8000);
+        return (larger & 0x7fff) > 0x7f80 ? 0x7fffu : larger ^ 0x8000;
+    });
+}
+inline uint32_t max_or_nan_bf16x2(uint32_t a, uint32_t b) {
+    return emu::halves(a, b, [](uint32_t x, uint32_t y) {
+        const bool nan = (x & 0x7fff) > 0x7f80 || (y & 0x7fff) > 0x7f80;
+        return nan ? 0x7fffu : emu::max_of_halves<0x7f80>(x, y);
+    });
+}
 inline uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
     return emu::halves(a, b, [](uint32_t x, uint32_t y) {
         const uint32_t larger = emu::max_of_halves<0x7f80>(x & 0x7fff, y & 0x7fff);
@@ -106,6 +118,14 @@ inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
     return emu::halves(a, b, [](uint32_t x, uint32_t y) {
         return emu::Bf16::round(double(emu::bf16_value(x)) * double(emu::bf16_value(y)));
     });
+}
+// Products of bf16 are exact in float64, and the sum with a third number of a like size is.
+inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+    auto one = [&](int shift) {
+        auto of = [&](uint32_t x) { return double(emu::bf16_value(x >> shift & 0xffff)); };
+        return emu::Bf16::round(std::fma(of(a), of(b), of(c)));
+    };
+    return one(0) | one(16) << 16;
 }
 inline uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
     return emu::halves(a, b, [](uint32_t x, uint32_t y) {

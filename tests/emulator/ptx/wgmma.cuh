@@ -187,13 +187,28 @@ inline void wgmma(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
         const uint64_t* all = emu::exchange(a[2 * half] | uint64_t(a[2 * half + 1]) << 32) + emu::lane() / 4 * 4;
         for (int i = 0; i < 2; ++i)
             for (int k = 0; k < 8; ++k)
-                product.a_registers[i][8 * half + k] = Item::value(uint16_t(all[k / 2] >> (32 * i + 16 * (k % 2))));
+                product.a_registers[16 * i + 8 * half + k] =
+                    Item::value(uint16_t(all[k / 2] >> (32 * i + 16 * (k % 2))));
     }
 }
 
-// On e4m3, K-major, both operands in shared memory.
+// On e4m3, K-major. A in shared memory, ...
 template <Sum SUM, int N>
 inline void wgmma_e4m3(float (&c)[N], uint64_t a, uint64_t b) {
-    static_assert(N == 32 || N == 64 || N == 96 || N == 128, "");
+    static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128, "");
     emu::issue<emu::E4m3Item, SUM, false, Major::K, Major::K>(c, a, b);
+}
+
+// ... or in registers.
+template <Sum SUM, int N>
+inline void wgmma_e4m3(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
+    static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128, "");
+    emu::Wgmma& product = emu::issue<emu::E4m3Item, SUM, true, Major::K, Major::K>(c, 0, b);
+    for (int half = 0; half < 2; ++half) {
+        const uint64_t* all = emu::exchange(a[2 * half] | uint64_t(a[2 * half + 1]) << 32) + emu::lane() / 4 * 4;
+        for (int i = 0; i < 2; ++i)
+            for (int k = 0; k < 16; ++k)
+                product.a_registers[32 * i + 16 * half + k] =
+                    emu::E4m3Item::value(uint8_t(all[k / 4] >> (32 * i + 8 * (k % 4))));
+    }
 }

@@ -64,7 +64,7 @@ def memory_us(problem: DenseProblem) -> float:
 @lru_cache(maxsize=1024)  # sizes have no end
 def _clusters(problem: DenseProblem) -> Clusters | None:
     """The largest clusters that all run at a time and of which each CTA may have a pair of tiles, but two."""
-    if not problem.on_hopper or problem.batch_invariant:
+    if not problem.on_hopper or problem.layout not in bf16_sm90.LAYOUTS or problem.batch_invariant:
         return None
     lines = next((n for n in LINES if problem.lines <= n), max(LINES))
     at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())

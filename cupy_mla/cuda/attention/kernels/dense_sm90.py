@@ -37,7 +37,7 @@ def kernels() -> Iterator[Kernel]:
 
 def serves(problem: DenseProblem) -> bool:
     """Aligned bf16 rows on Hopper."""
-    return problem.on_hopper
+    return problem.on_hopper and problem.layout in bf16_sm90.LAYOUTS
 
 
 def us(problem: DenseProblem) -> float:
@@ -60,5 +60,7 @@ def launches(problem: DenseProblem, params: Packed) -> Program:
         plan=memory + nbytes, least_split=LEAST_SPLIT, cut_cost=shares * CUT_COST,
         whole_items=ceil_div(items, shares) * shares, num_shares=shares,
     )  # fmt: skip
-    merge = dense_combine.launch(params, min(items, shares) * min(problem.lines, LINES), problem.gpu.sms)
+    merge = dense_combine.launch(
+        dense_combine.kernel(), params, min(items, shares) * min(problem.lines, LINES), problem.gpu.sms
+    )
     return [Launch(kernel(problem.layout), (shares, 1, 1), params), merge]

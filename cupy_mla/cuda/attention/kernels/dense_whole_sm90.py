@@ -38,7 +38,8 @@ def kernels() -> Iterator[Kernel]:
 def serves(problem: DenseProblem) -> bool:
     """Aligned bf16 rows on Hopper, unsplit."""
     short = problem.pairs <= MOST_PAIRS or bool(problem.kernel) or problem.num_splits == 1
-    return problem.on_hopper and problem.num_splits <= 1 and not problem.batch_invariant and short
+    able = problem.on_hopper and problem.layout in bf16_sm90.LAYOUTS
+    return able and problem.num_splits <= 1 and not problem.batch_invariant and short
 
 
 def us(problem: DenseProblem) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ....layouts import D_V, V4_FP8, V32_FP8, Layout
+from ....layouts import D_V, PLAIN_FP8_512, PLAIN_FP8_576, V4_FP8, V32_FP8, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
@@ -20,7 +20,7 @@ from ..problem import TILE_ROWS, Problem
 from ..times import Work
 from .work import fitting, rounds_of, shares, split, whole
 
-LAYOUTS = (V32_FP8, V4_FP8)  # that the kernel can read
+LAYOUTS = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512)  # that the kernel can read
 HEADS = (32, 64)  # heads a CTA is built for
 RING = {32: 4, 64: 3}  # stages, a tile each; kernels_cu/attention/fp8_sm90.cu
 UNEVEN_ITEM_COST = 8  # of lists that are not equally long, in eighths of a pair of tiles
@@ -28,20 +28,36 @@ LEAST_SPLIT = 2  # pairs of tiles, in shares
 INVARIANT_ROWS = 704  # of a split of a batch-invariant call; a CTA can take a query's splits in turn
 
 WHOLE, CLUSTERS, SHARES, SEGMENTS, TEAMS = DIVISIONS = 0, 1, 2, 3, 4  # how work is divided over CTAs, see the kernel
+# Rows with a scale of the call are divided in fewer ways, and taken to take as long as those of another layout.
+PLAIN_DIVISIONS, TIMED_AS = (WHOLE, CLUSTERS, SHARES), {PLAIN_FP8_576: V32_FP8, PLAIN_FP8_512: V4_FP8}
 MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
 # Addresses, one of them a tile, too.
 SPILL_BYTES = {WHOLE: 0, CLUSTERS: 0, SHARES: 0, SEGMENTS: 20, TEAMS: 0}
 
 
+def defines(
+    layout: Layout, lines: int, division: int, *, dense: bool = False, e4m3_q: bool = False
+) -> dict[str, int | str]:
+    """The constants that the pipeline is compiled with.
+
+    Args:
+        lines: of a work item.
+        division: of `kernels_cu/attention/division/division.cuh`.
+        dense: rows come from a block table.
+        e4m3_q: queries are float8_e4m3fn.
+    """
+    return {
+        **layout.defines(), "D_V": D_V, "HEADS": lines, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
+        "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
+        "DENSE": int(dense), "Q_E4M3": int(e4m3_q),
+    }  # fmt: skip
+
+
 @cache
 def kernel(layout: Layout, heads: int, division: int) -> Kernel:
     """The kernel for one cache layout, heads of a CTA, and one of `DIVISIONS`."""
-    defines = {
-        **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
-        "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
-    }  # fmt: skip
     return Kernel(
-        "attention/fp8_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
+        "attention/fp8_sm90.cu", structs.ATTENTION, defines(layout, heads, division), archs=("90a",), target="90a",
         spill_bytes=SPILL_BYTES[division], max_cluster=MAX_CLUSTER if division == CLUSTERS else 1, overlaps=True,
     )  # fmt: skip
 
@@ -56,14 +72,16 @@ def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for layout in LAYOUTS:
         for heads in HEADS:
-            for division in DIVISIONS:
+            for division in PLAIN_DIVISIONS if layout.scale_of_call else DIVISIONS:
                 yield kernel(layout, heads, division)
 
 
 def serves(problem: Problem) -> bool:
-    """FP8 rows; batch-invariant calls of few heads are for `few_heads_sm90` where that can read the rows."""
+    """Decode over FP8 rows, q in bfloat16; batch-invariant calls of few heads are for `few_heads_sm90` where that can
+    read the rows."""
     few = problem.fixed and problem.heads <= 16 and problem.layout == V32_FP8
-    return problem.on_hopper and problem.layout in LAYOUTS and not few
+    able = problem.on_hopper and problem.layout in LAYOUTS
+    return able and not few and not problem.prefill and not problem.e4m3_q
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
@@ -73,7 +91,7 @@ def candidates(problem: Problem) -> Iterator[Division]:
     """
     if problem.heads <= 8 and problem.layout == V32_FP8 and not problem.asks:
         return
-    asked, every = problem.splits(INVARIANT_ROWS), problem.division
+    asked, every, plain = problem.splits(INVARIANT_ROWS), problem.division, problem.layout.scale_of_call
     at_once = problem.gpu.clusters_at_once(cluster_kernel())
     for heads in HEADS if problem.heads > min(HEADS) or every else HEADS[:1]:
         items = problem.items(heads)
@@ -81,19 +99,20 @@ def candidates(problem: Problem) -> Iterator[Division]:
             yield Shares(heads, splits=min(asked, MOST_SPLITS))
         elif asked > 1 or every:
             yield Clusters(heads, asked or 2, asked or 2)
-            yield Segments(heads, asked or 2)
+            if not plain:
+                yield Segments(heads, asked or 2)
         if asked <= 1:
             yield Whole(heads)
         if asked and not every:
             continue
         yield Shares(heads)
-        if every or (problem.uneven and items <= problem.gpu.sms):
+        if not plain and (every or (problem.uneven and items <= problem.gpu.sms)):
             yield Teams(heads, asked)
         if problem.tiles <= 2 or asked:
             continue  # of so few tiles a merge takes longer
         for n in fitting(problem, items, problem.tiles, at_once):
             yield Clusters(heads, n, n)
-        if not problem.uneven:
+        if not problem.uneven and not plain:
             most = min(problem.gpu.sms // max(1, items), MAX_CLUSTER)
             for n in [*split_numbers(problem.tiles, most)][-2:]:
                 yield Teams(heads, n)
@@ -101,6 +120,8 @@ def candidates(problem: Problem) -> Iterator[Division]:
 
 def fits(problem: Problem, division: Any) -> bool:
     """Whether the kernel is built for a division of a kind that it has."""
+    if problem.layout.scale_of_call and isinstance(division, Segments | Teams):
+        return False
     if isinstance(division, Whole):
         return division == Whole(division.heads) and division.heads in HEADS
     if isinstance(division, Clusters):
@@ -140,7 +161,8 @@ def work(problem: Problem, division: Any) -> Work:
         clustered = isinstance(division, Clusters)
         rounds = rounds_of(items, problem.gpu.clusters_at_once(cluster_kernel())[splits - 1] if clustered else sms)
         amounts = tuple(rounds * amount for amount in amounts) if rounds > 1 else amounts
-    return (problem.layout.name, kind, heads, problem.lists), names, amounts
+    layout = TIMED_AS.get(problem.layout, problem.layout)
+    return (layout.name, kind, heads, problem.lists), names, amounts
 
 
 def same_bits(division: Division) -> Iterator[Division]:

@@ -1,0 +1,150 @@
+"""`kernels_cu/attention/dense_fp8_sm90.cu`: dense decode over FP8 rows on Hopper, 32 or 64 lines a work item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import Any
+
+from ....layouts import PLAIN_FP8_512, PLAIN_FP8_576, V4_FP8, V32_FP8, Layout
+from ... import structs
+from ...driver import MAX_CLUSTER
+from ...kernel import Kernel
+from ...paging import ceil_div
+from ...program import Launch, Program, Slot
+from ...structs import Packed
+from ..divide import CUT_COST, HALF_PARTIAL_BYTES, Clusters, Division, Shares, Whole, parse
+from ..problem import DenseProblem
+from . import dense_combine, fp8_sm90
+from .dense_cluster_sm90 import memory_us
+
+LAYOUTS = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512)  # that the kernel can read
+LINES = (32, 64)  # of a work item: query tokens times heads
+DIVISIONS = {Whole: 0, Clusters: 1, Shares: 6}  # kernels_cu/attention/division/division.cuh
+# In microseconds, by lines: a pair of tiles, and the call beside them. Fitted to the times of every division at 320
+# random sizes on an H100.
+PAIR_US = {32: 3.0, 64: 4.3}
+OF_E4M3_Q = 0.78  # a pair's time, of one with q in bfloat16
+CLUSTER_US = {32: 7.6, 64: 9.7}
+WHOLE_US, ROUND_US = 1.0, {32: 4.8, 64: 6.6}
+SHARES_US, SHARES_ITEM_US = {32: 14.4, 64: 17.0}, 3.0  # with the merge; an item of each SM
+# Pairs of tiles that a CTA may have of a request that might be alone among short ones.
+MOST_PAIRS = {Whole: 16, Clusters: 8}
+LEAST_SPLIT = 1  # pairs of tiles, in shares
+INVARIANT_SPLITS = 8  # of each request in a batch-invariant call
+SPILL_BYTES = 0
+
+
+@cache
+def kernel(layout: Layout, lines: int, division: int, e4m3_q: bool = False) -> Kernel:
+    """The kernel for one cache layout, lines of a work item, a division's number, and queries in bfloat16 or e4m3."""
+    defines = fp8_sm90.defines(layout, lines, division, dense=True, e4m3_q=e4m3_q)
+    return Kernel(
+        "attention/dense_fp8_sm90.cu", structs.DENSE, defines, archs=("90a",), target="90a", spill_bytes=SPILL_BYTES,
+        max_cluster=MAX_CLUSTER if division == DIVISIONS[Clusters] else 1, overlaps=True,
+    )  # fmt: skip
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in LAYOUTS:
+        for lines in LINES:
+            for division in DIVISIONS.values():
+                for e4m3_q in (False, True) if layout.scale_of_call else (False,):
+                    yield kernel(layout, lines, division, e4m3_q)
+
+
+def serves(problem: DenseProblem) -> bool:
+    """Aligned FP8 rows on Hopper."""
+    return problem.on_hopper and problem.layout in LAYOUTS and _chosen(problem) is not None
+
+
+def us(problem: DenseProblem) -> float:
+    """What the call is to take if all requests are as long as they may be, in microseconds."""
+    return _us(problem, _chosen(problem))
+
+
+@lru_cache(maxsize=1024)  # sizes have no end
+def _chosen(problem: DenseProblem) -> Division | None:
+    """The division that is to take the least time, of those that fit."""
+    return min(_candidates(problem), key=lambda division: _us(problem, division), default=None)
+
+
+def _candidates(problem: DenseProblem) -> Iterator[Division]:
+    """Whole items, clusters and shares, or what is asked for."""
+    kind, fields = parse(problem.division) if problem.division else (None, {})
+    for offered in _offered(problem):
+        division: Any = offered
+        if kind in (None, type(division)) and _fits(division._replace(**fields)):
+            yield division._replace(**fields)
+
+
+def _offered(problem: DenseProblem) -> Iterator[Division]:
+    """All that may be the fastest."""
+    asks = bool(problem.kernel or problem.division)
+    few = [lines for lines in LINES if problem.lines <= lines]
+    if problem.batch_invariant:  # nothing depends on what else is in the batch
+        yield Shares((*few, max(LINES))[0], problem.num_splits or INVARIANT_SPLITS)
+        return
+    at_once = problem.gpu.clusters_at_once(fp8_sm90.cluster_kernel())
+    for lines in LINES if problem.lines > min(LINES) else LINES[:1]:
+        items = problem.items(lines)
+        yield Shares(lines, problem.num_splits if problem.num_splits > 1 else 0)
+        if problem.num_splits <= 1 and (asks or problem.num_splits or problem.pairs <= MOST_PAIRS[Whole]):
+            yield Whole(lines)
+        most = min(problem.num_splits or MAX_CLUSTER, MAX_CLUSTER, max(2, problem.pairs))
+        fitting = [n for n in range(2, 1 + most) if items <= at_once[n - 1]]
+        short = fitting and ceil_div(problem.pairs, fitting[-1]) <= MOST_PAIRS[Clusters]
+        if fitting and (short or asks or problem.num_splits):
+            yield Clusters(lines, fitting[-1], fitting[-1])
+
+
+def _fits(division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    if division.heads not in LINES:
+        return False
+    if isinstance(division, Clusters):
+        return 1 < division.splits == division.cluster <= MAX_CLUSTER
+    return division == Whole(division.heads) or isinstance(division, Shares)
+
+
+def _us(problem: DenseProblem, division: Any) -> float:
+    """What a division is to take, in microseconds."""
+    lines, sms = division.heads, problem.gpu.sms
+    items = problem.items(lines)
+    if isinstance(division, Whole):
+        rounds = ceil_div(items, sms)
+        base, pairs = WHOLE_US + ROUND_US[lines] * rounds, float(rounds * problem.pairs)
+    elif isinstance(division, Clusters):
+        base, pairs = CLUSTER_US[lines], float(ceil_div(problem.pairs, division.splits))
+    else:
+        every = items * problem.pairs
+        base, pairs = SHARES_US[lines] + SHARES_ITEM_US * items / sms, every / min(sms, every)
+    pair = PAIR_US[lines] * (OF_E4M3_Q if problem.e4m3_q else 1.0)
+    return base + max(pair * pairs, memory_us(problem))
+
+
+def launches(problem: DenseProblem, params: Packed) -> Program:
+    """The launch; of shares another one merges items that are cut."""
+    division: Any = _chosen(problem)
+    lines, items, sms = division.heads, problem.items(division.heads), problem.gpu.sms
+    of = kernel(problem.layout, lines, DIVISIONS[type(division)], problem.e4m3_q)
+    params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
+    each = lines * HALF_PARTIAL_BYTES
+    if isinstance(division, Whole):
+        return [Launch(of, (min(items, sms), 1, 1), params)]
+    if isinstance(division, Clusters):
+        ctas = items * division.cluster
+        memory = Slot("partial results", shape=(ctas * each,)).ptr
+        return [Launch(of, (ctas, 1, 1), params.replaced(cluster_parts=memory), division.cluster)]
+    splits = division.num_splits
+    shares = items * splits if splits > 1 else min(division.ctas or sms, items * problem.pairs)
+    nbytes = (shares if splits > 1 else 2 * shares) * each
+    memory = Slot("partial results", shape=(nbytes + 16 * shares,)).ptr
+    params = params.replaced(
+        num_splits=splits, cluster_parts=memory, plan=memory + nbytes, least_split=LEAST_SPLIT,
+        cut_cost=shares * CUT_COST, whole_items=ceil_div(items, shares) * shares, num_shares=shares,
+    )  # fmt: skip
+    merged = min(items, shares) * min(problem.lines, lines)
+    merge = dense_combine.launch(dense_combine.kernel(lines, fp8=True), params, merged, sms)
+    return [Launch(of, (shares, 1, 1), params), merge]

@@ -1,0 +1,28 @@
+"""What vLLM's CUSTOM stands for: the sparse backend in models with an indexer, the dense one in all others.
+
+vLLM knows a backend by the path of its class, and looks that up for each layer that it makes, while the model's
+configuration is the current one. The path that is registered ends in the name of the adapter with the sparse backend;
+what this module has under that name depends on the model.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from . import ADAPTERS
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ADAPTERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, backend = (name, "CupyMLASparseBackend") if has_indexer() else ("dense_mla", "CupyMLADenseBackend")
+    return getattr(import_module(f"{__package__}.{module}"), backend)
+
+
+def has_indexer() -> bool:
+    """Whether the model of vLLM's current configuration chooses rows; so it is taken to where there is none."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return config is None or config.model_config is None or hasattr(config.model_config.hf_text_config, "index_topk")

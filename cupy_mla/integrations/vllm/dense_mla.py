@@ -1,0 +1,96 @@
+"""The backend of models without an indexer (DeepSeek-V3 and R1, Kimi K2), for vLLM 0.22 to 0.33.
+
+Ours is the attention of decodes, over bf16 caches and FP8 ones of one scale, with blocks of any size. The cache write,
+prefills and metadata stay vLLM's. With speculative decoding a request's query tokens share its rows. Lengths are read
+on the device, so full CUDA graphs take decodes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention import mla_attention as common
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from ...backends.sparse_mla import SparseMLABackend
+from ...ops.dense import dense_decode
+from ...ops.gather import concat_mla_q
+
+if TYPE_CHECKING:
+    from ..untyped import Untyped as StockBackend
+    from ..untyped import Untyped as StockBuilder
+    from ..untyped import Untyped as StockImpl
+else:
+    StockBackend = common.MLACommonBackend
+    StockBuilder = common.MLACommonMetadataBuilder
+    StockImpl = common.MLACommonImpl
+
+
+class CupyMLADenseBackend(StockBackend):
+    """What vLLM asks before it takes the backend for a layer."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "fp8", "fp8_e4m3"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_builder_cls() -> type[CupyMLADenseBuilder]:
+        return CupyMLADenseBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[CupyMLADenseImpl]:
+        return CupyMLADenseImpl
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [576]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return SparseMLABackend.supports_compute_capability(capability.major, capability.minor)
+
+
+class CupyMLADenseBuilder(StockBuilder):
+    """vLLM's metadata. Decodes have as many query tokens as speculative decoding gives them, all the same number."""
+
+    _cudagraph_support: Any = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: Any = common.QueryLenSupport.UNIFORM
+
+
+class CupyMLADenseImpl(StockImpl):
+    """One layer's attention of decodes."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    lse_base_on_e: bool = True
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention [T, h, 512] of the decodes' query tokens, and lse [T, h] for ranks that have a part of the rows."""
+        if isinstance(q, tuple):
+            nope, rope = q
+            q = nope.new_empty((*nope.shape[:2], nope.shape[2] + rope.shape[2]))
+            concat_mla_q(nope, rope, q)
+        cache, decode = kv_c_and_k_pe_cache, attn_metadata.decode
+        scales = {}
+        if cache.dtype == torch.float8_e4m3fn:
+            scales["k_scale"] = layer._k_scale
+            if q.dtype == torch.float8_e4m3fn:
+                scales["q_scale"] = layer._q_scale
+        out, lse = dense_decode(
+            q.view(attn_metadata.num_decodes, -1, *q.shape[1:]), cache, decode.block_table, decode.seq_lens, self.scale,
+            **scales,
+        )  # fmt: skip
+        if not self.need_to_return_lse_for_decode:
+            return out.flatten(0, 1), None
+        lse = lse.transpose(1, 2).flatten(0, 1)
+        return out.flatten(0, 1), lse.masked_fill(lse == torch.inf, -torch.inf)  # of a rank without a row

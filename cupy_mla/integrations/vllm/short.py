@@ -1,0 +1,60 @@
+"""Steps of short contexts: decodes of sequences of at most topk tokens attend over all rows, without index lists.
+
+Whether a step's do is decided once, when its metadata is built, by vLLM's `max_seq_len`, an upper bound that the host
+knows. When a CUDA graph is captured vLLM gives the engine's longest sequence there, so full graphs take lists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...bridges import Place
+from ...cuda.paging import ceil_div
+from ...layouts import Layout
+from ...metadata.sparse_mla import DenseDecodes
+from ...ops.dense import dense_decode, faster_than_lists
+
+NAME = "cupy_mla_dense_decodes"  # what a metadata object has them under
+
+
+def dense_decodes(builder: Any, batch: Any, layout: Layout, heads: int) -> DenseDecodes | None:
+    """The decodes of a batch if all of it are decodes of short contexts, and the dense way is faster; else None.
+
+    Args:
+        builder: the metadata builder, vLLM's or ours.
+        batch: vLLM's description of the batch, which tokens and requests that stand last may pad.
+        layout: of the cache.
+        heads: query heads of the rank.
+    """
+    requests, tokens, query_len = batch.num_reqs, batch.num_actual_tokens, batch.max_query_len
+    of_decodes = 0 < query_len <= builder.reorder_batch_threshold and tokens == requests * query_len
+    if not of_decodes or batch.max_seq_len > builder.topk_tokens or batch.causal is not True:
+        return None
+    if query_len > 1 and not bool((batch.query_start_loc_cpu.diff() == query_len).all()):
+        return None
+    table, block_size = batch.block_table_tensor, builder.kv_cache_spec.block_size
+    width = min(table.shape[1], int(ceil_div(builder.topk_tokens, block_size)))
+    shape = requests, query_len, heads
+    if not faster_than_lists(Place.of(table), layout, shape, width, block_size):
+        return None
+    return DenseDecodes(batch.seq_lens, table[:requests, :width], query_len)
+
+
+def dense_decodes_of(metadata: Any) -> DenseDecodes | None:
+    """What a step's metadata says; None where attention takes index lists, as it does in a step that is captured."""
+    found: DenseDecodes | None = getattr(metadata, NAME, None)
+    return None if found is None or captured() else found
+
+
+def captured() -> bool:
+    """Whether the step is being captured, and so must hold for longer sequences, too."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def attend(q: torch.Tensor, cache: torch.Tensor, dense: DenseDecodes, scale: float) -> torch.Tensor:
+    """Attention [T, h, 512] of query tokens [T, h, d] over all rows of their requests."""
+    shape = len(dense.seq_lens), dense.query_len
+    out, _ = dense_decode(q.view(*shape, *q.shape[1:]), cache, dense.block_table, dense.seq_lens, scale)
+    return out.flatten(0, 1)

@@ -1,0 +1,60 @@
+"""MXFP4 in plain NumPy: e2m1 values, two a byte, each 32 of them under a power of two."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..dtypes import E4M3, E8M0
+
+GROUP, NAN_SCALE = 32, 255
+MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1 = np.concatenate([MAGNITUDES, -MAGNITUDES])  # by code
+BETWEEN = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)  # magnitudes that round to the even code
+LEAST_AMAX = np.float32(6 * 2.0**-126)
+WIDENED_BY = 6  # e4m3 numbers are e2m1 times 2^6 in the group of the largest scale
+
+
+@np.errstate(all="ignore")
+def quantize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of codes [..., n / 2] and of scales [..., n / 32] of bf16 numbers [..., n] float32. A group with a NaN has
+    the scale NaN, and codes of zero."""
+    groups = values.reshape(*values.shape[:-1], values.shape[-1] // GROUP, GROUP)
+    amax = np.maximum(np.abs(groups).max(axis=-1, keepdims=True), LEAST_AMAX)
+    mantissa, exponent = np.frexp(amax)  # amax / 6 = mantissa / 0.75 * 2 ** (exponent - 3)
+    exponent = np.where(np.isinf(amax), 127, exponent - 3 + (mantissa > 0.75))
+    scaled = np.ldexp(np.abs(groups), -exponent)
+    codes = np.searchsorted(BETWEEN, scaled.reshape(-1)).reshape(groups.shape)  # ties to the lower code,
+    codes += (codes % 2 == 1) & (scaled == BETWEEN[np.minimum(codes, len(BETWEEN) - 1)])  # or to the even one
+    codes = np.where(np.isnan(amax), 0, codes + 8 * np.signbit(groups)).reshape(values.shape)
+    scales = np.where(np.isnan(amax), NAN_SCALE, exponent + 127)[..., 0]
+    return (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8), scales.astype(np.uint8)
+
+
+def unpacked(codes: np.ndarray) -> np.ndarray:
+    """E2m1 numbers [..., n] float32 of bytes [..., n / 2]."""
+    return E2M1[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+
+
+def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The values [..., n] float64, exactly."""
+    return unpacked(codes).astype(np.float64) * np.repeat(scales.view(E8M0).astype(np.float64), GROUP, axis=-1)
+
+
+def widen(codes: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The values as e4m3 [..., n], and the factors [...] float32 that they are to be multiplied by: powers of two, zero
+    where float32 has none that is normal. Values of small groups of a row are rounded; see `cupy_mla.widen_mxfp4`."""
+    largest = scales.max(axis=-1).astype(np.int64)
+    exponent = np.repeat(WIDENED_BY - (largest[..., None] - scales), GROUP, axis=-1)
+    values = np.ldexp(unpacked(codes), exponent).astype(E4M3)
+    factors = np.ldexp(np.float32(1), largest - 127 - WIDENED_BY).astype(np.float32)
+    factors = np.where(factors < np.finfo(np.float32).tiny, np.float32(0), factors)
+    return values, np.where(largest == NAN_SCALE, np.float32(np.nan), factors)
+
+
+def widen_mxfp4(
+    codes: np.ndarray, scales: np.ndarray, weights: np.ndarray | None, values: np.ndarray, factors: np.ndarray
+) -> None:
+    """Codes to e4m3, factors times weights; see `cupy_mla.widen_mxfp4`."""
+    values.view(E4M3)[...], factors[...] = widen(codes.view(np.uint8), scales)
+    if weights is not None:
+        factors *= weights

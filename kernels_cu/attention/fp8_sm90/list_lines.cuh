@@ -1,0 +1,43 @@
+// Of fp8_sm90: the lines of a work item are heads of a query. They all see the rows that its lists name.
+#pragma once
+#include "attention/fp8_sm90/marks.cuh"
+
+// The query token and the head of line `line`.
+__device__ __forceinline__ const Query& query_at(const AttentionParams&, const Query& query, int) { return query; }
+__device__ __forceinline__ const int& head_at(const AttentionParams&, const int& line) { return line; }
+
+// Where Q of an item's first line is, and of one further on; how many neighbours stand side by side.
+using FirstQ = const bf16*;
+__device__ __forceinline__ FirstQ first_q(const AttentionParams& p, const Query& query, int line) {
+    return q_of(p, query, line);
+}
+__device__ __forceinline__ const bf16* further_q(const AttentionParams& p, const FirstQ& q, int lines) {
+    return q + lines * p.q_h;
+}
+__device__ __forceinline__ int neighbours_in_q(const AttentionParams& p) { return p.q_h == D_QK ? GROUP_HEADS : 1; }
+
+// A place in the results of a line.
+using OutAt = bf16*;
+__device__ __forceinline__ OutAt first_out(const AttentionParams& p, const Query& query, int line) {
+    return out_of(p, query, line);
+}
+__device__ __forceinline__ OutAt further_out(const AttentionParams& p, const OutAt& out, int lines, int columns) {
+    return out + lines * p.out_h + columns;
+}
+__device__ __forceinline__ bf16* place_of_out(const AttentionParams&, const OutAt& out) { return out; }
+
+// Before the first tile of a split: nothing is to be known.
+__device__ __forceinline__ void know_lines(const AttentionParams&, const Attended&) {}
+
+__device__ __forceinline__ bool all_seen(uint32_t marks) { return (marks & ALL_VALID) == ALL_VALID; }
+
+// Takes rows out of S^T that are not valid.
+__device__ __forceinline__ void mask_rows(const AttentionParams&, const Role& r, uint32_t, uint32_t marks, float mask,
+                                          float (&s)[HEADS / 2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (marks >> valid_bit(r.g + 8 * i) & 1) continue;
+#pragma unroll
+        for (int c = 0; c < OWN_HEADS; ++c) s[element(i, c)] = mask;
+    }
+}

@@ -1,0 +1,30 @@
+// The part of a row of logits that is looked at.
+#pragma once
+#include "tile/warp.cuh"
+
+struct Range {
+    int begin, end;
+};
+
+// Without a table of requests.
+template <typename Params>
+__device__ __forceinline__ int request_of_row(const Params& p, int row) {
+    return p.queries <= 1 ? row : uint32_t(row) / uint32_t(p.queries);
+}
+
+// Of parameters with `starts`, `ends`, `lens_stride` and `queries` as TopkParams has them, and `width`.
+template <typename Params>
+__device__ __forceinline__ Range range_of_row(const Params& p, int row) {
+    int begin = p.starts == nullptr ? 0 : max(p.starts[row], 0), end = p.width;
+    if (p.ends != nullptr) {
+        if (p.queries == 0) {
+            end = p.ends[row];
+        } else {
+            const int request = request_of_row(p, row), query = row - request * p.queries;
+            end =
+                p.lens_stride == 0 ? p.ends[request] - p.queries + query + 1 : p.ends[request * p.lens_stride + query];
+        }
+    }
+    begin = min(begin, p.width);
+    return {begin, max(begin, min(end, p.width))};
+}

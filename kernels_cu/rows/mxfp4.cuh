@@ -1,0 +1,95 @@
+// MXFP4: groups of 32 values, each value an e2m1 code of four bits (0, .5, 1, 1.5, 2, 3, 4, 6 and a sign), each group under
+// a power of two, a UE8M0 byte. Eight codes are a word, the first in its lowest bits; 128 values are 64 bytes, and their
+// four scales a word.
+//
+// No tensor core below sm_100 multiplies e2m1. There 128 values are widened to e4m3 under one factor, a power of two 2^-6
+// times the largest of the four scales: a value becomes its e2m1 number times 2^(6 - below), where its group's scale is
+// 2^-below of the largest. That is exact up to below = 14. Further down e4m3 has no bits: values are rounded to multiples
+// of 2^-15 times the largest scale. A factor below the least normal float32 counts as zero.
+#pragma once
+#include "ptx/convert.cuh"
+#include "rows/chunk.cuh"
+
+constexpr int MXFP4_GROUP = 32;
+constexpr uint32_t UE8M0_NAN = 255;
+
+// --- from bf16 ------------------------------------------------------------------------------------------------
+
+// The largest magnitude of the eight bf16 of LANES neighbouring lanes, as a bf16; NaN if any is.
+template <int LANES>
+__device__ __forceinline__ uint32_t amax_or_nan(const Vec16& v) {
+    uint32_t amax = max_or_nan_bf16x2(max_or_nan_bf16x2(abs_bf16x2(v.x), abs_bf16x2(v.y)),
+                                      max_or_nan_bf16x2(abs_bf16x2(v.z), abs_bf16x2(v.w)));
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) amax = max_or_nan_bf16x2(amax, __shfl_xor_sync(~0u, amax, step));
+    return larger_half(amax);
+}
+
+// The scale of values of which the largest magnitude is the bf16 `amax`: 2^ceil(log2(amax / 6)), with 6 * 2^-126 the least
+// amax, and 2^127 for infinity.
+__device__ __forceinline__ uint32_t mxfp4_scale(uint32_t amax) {
+    const uint32_t exponent = amax >> 7, fraction = amax & 0x7f;
+    if (exponent == 255) return fraction == 0 ? 254 : UE8M0_NAN;
+    return max(int(exponent) - 2 + (fraction > 0x40), 1);
+}
+
+// Two bf16 times `inverse`, which leaves them at most 6, as codes in the lowest bits of two halves. A number to which a
+// power of two is added is rounded to the unit in the last place of the sum, ties to even: to halves, ones or twos. Of the
+// three codes that follow the least is right, in each of the ranges up to 2, 4 and 6.
+__device__ __forceinline__ uint32_t e2m1x2(uint32_t x, uint32_t inverse) {
+    const uint32_t magnitude = abs_bf16x2(x);
+    const uint32_t halves = fma_bf16x2(magnitude, inverse, 0x42804280);             // 64, and the code
+    const uint32_t ones = fma_bf16x2(magnitude, inverse, 0x43004300) - 0x007e007e;  // 128, and two less than the code
+    const uint32_t twos = fma_bf16x2(magnitude, inverse, 0x43804380) - 0x00fc00fc;  // 256, and four less
+    const uint32_t least = min_bf16x2(min_bf16x2(halves, ones), min_bf16x2(twos, 0x42874287));
+    return (least & 0x00070007) | (x >> 12 & 0x00080008);
+}
+
+// Eight bf16 of a group as codes under the group's scale. Those of a group that has a NaN are zeros.
+__device__ __forceinline__ uint32_t quantize_e2m1_8(const Vec16& x, uint32_t scale) {
+    const uint32_t inverse = (scale >= 254 ? 0x40u : (254 - scale) << 7) * 0x00010001;  // 2^-127 is subnormal
+    const uint32_t two[4] = {e2m1x2(x.x, inverse), e2m1x2(x.y, inverse), e2m1x2(x.z, inverse), e2m1x2(x.w, inverse)};
+    uint32_t byte[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) byte[i] = two[i] | two[i] >> 12;
+    const uint32_t codes =
+        __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
+    return scale == UE8M0_NAN ? 0 : codes;
+}
+
+// The four groups' scales as a word, from 16 lanes of which four have a group each. All get it.
+__device__ __forceinline__ uint32_t join_scales(uint32_t scale, int lane) {
+    uint32_t scales = scale << lane / 4 * 8;
+    scales |= __shfl_xor_sync(~0u, scales, 4);
+    return scales | __shfl_xor_sync(~0u, scales, 8);
+}
+
+// --- to e4m3 --------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t largest_scale(uint32_t scales) {
+    return max(max(scales & 255, scales >> 8 & 255), max(scales >> 16 & 255, scales >> 24));
+}
+
+// What 128 values as e4m3 are to be multiplied by; NaN if a group's scale is.
+__device__ __forceinline__ float factor_of_scales(uint32_t largest) { return ue8m0_to_float(largest) * 0x1p-6f; }
+
+// The eight magnitudes of e2m1 as e4m3 bytes, in the order of their codes.
+struct Magnitudes {
+    uint32_t low, high;
+};
+
+// Those of a group whose scale is 2^-below of the largest.
+__device__ __forceinline__ Magnitudes magnitudes_of(uint32_t below) {
+    if (__builtin_expect(below <= 11, true))  // all are normal numbers: 0, 32, 64, 96; 128, 192, 256, 384
+        return {0x6c686000u - below * 0x08080800u, 0x7c787470u - below * 0x08080808u};
+    const float one = power_of_two(133 - int(min(below, 40u)));
+    return {float_to_e4m3x4(0.0f, 0.5f * one, one, 1.5f * one), float_to_e4m3x4(2 * one, 3 * one, 4 * one, 6 * one)};
+}
+
+// Eight codes as e4m3 bytes, in their order.
+__device__ __forceinline__ Vec8 widen_e2m1_8(uint32_t codes, const Magnitudes& of) {
+    const uint32_t select = codes & 0x77777777, upper = codes << 4;  // signs of even codes in the bytes' highest bits
+    const uint32_t low = __byte_perm(upper, codes, 0x5140), high = __byte_perm(upper, codes, 0x7362);
+    return {__byte_perm(of.low, of.high, select) | (low & 0x80808080u),
+            __byte_perm(of.low, of.high, select >> 16) | (high & 0x80808080u)};
+}

@@ -1,0 +1,223 @@
+"""`sparse_prefill_backward` against the oracle, over every kind of array; and the oracle against finite differences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_mla
+
+from .. import backward, oracle_backward
+from ..backward import FLOAT32, bits, check, check_bits_whatever, check_same_bits, inputs, with_everything
+from ..cases import sinks
+from ..kinds import BF16, NumPy, make
+from ..oracle_backward import Inputs
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+INF = np.float32(np.inf)
+
+
+# --- the oracle -----------------------------------------------------------------------------------------------
+
+
+def small(rng: np.random.Generator) -> Inputs:
+    """float64 inputs whose lists have duplicates, invalid entries, and no entry at all; queries see lengths."""
+    a = inputs(rng, 4, 3, 576, 9, 12, size=1.0)
+    a = with_everything(rng, a, np.array([0.5, -np.inf, 2.0], np.float32))
+    kv = np.nan_to_num(a.kv.astype(np.float64))
+    return a._replace(q=a.q.astype(np.float64), kv=kv, dout=a.dout.astype(np.float64), scale=0.2)
+
+
+def test_finite_differences(rng):
+    """The closed form is the derivative of the forward."""
+    a, step = small(rng), 1e-5
+    gradients = {"q": 0, "kv": 1, "sink": 2}
+    found = [g.value for g in oracle_backward.backward(a)]
+    for name, number in gradients.items():
+        array = np.asarray(getattr(a, name), np.float64)
+        for _ in range(64 if name != "sink" else 3):
+            at = tuple(int(rng.integers(n)) for n in array.shape)
+            if not np.isfinite(array[at]):
+                assert found[number][at] == 0
+                continue
+            ends = []
+            for sign in (1, -1):
+                moved = array.copy()
+                moved[at] += sign * step
+                ends.append(oracle_backward.loss(a._replace(**{name: moved})))
+            got = found[number].reshape(array.shape)[at]
+            assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(got, rel=1e-6, abs=1e-7), f"{name}{at}"
+
+
+# --- results --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize(
+    ("s_q", "h_q", "topk", "s_kv"),
+    [(1, 1, 1, 1), (3, 8, 63, 40), (2, 16, 100, 300), (5, 40, 64, 17), (3, 64, 130, 77), (2, 128, 200, 500)],
+)
+def test_sizes(kind, rng, d_qk, s_q, h_q, topk, s_kv):
+    check(kind, inputs(rng, s_q, h_q, d_qk, s_kv, topk))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
+@pytest.mark.parametrize(("d_qk", "h_q", "gaps"), [(576, 20, (1, 2, 8)), (512, 70, (0, 1, 3)), (576, 64, None)])
+def test_everything(kind, rng, d_qk, h_q, gaps, dtype):
+    """Sinks of any value, lists of all lengths, duplicates, a gradient of lse, results of both dtypes, any strides."""
+    a = with_everything(rng, inputs(rng, 6, h_q, d_qk, 60, 90), sinks(rng, h_q))
+    check(kind, a, gaps, dtype)
+
+
+def test_peaked_lists(kind, rng):
+    check(kind, inputs(rng, 4, 32, 576, 200, 128, size=40.0), peaked=True)
+
+
+def test_same_lists_and_rows(kind, rng):
+    """One row repeated, the first row in every list, and lists that are all the same."""
+    a = inputs(rng, 70, 4, 512, 40, 33, invalid=0)
+    a.kv[...] = np.nan_to_num(a.kv.astype(np.float32))
+    lists = a.indices.copy()
+    lists[0] = 7
+    lists[1:40, :, 0] = 0
+    lists[40:] = lists[40]
+    check(kind, a._replace(indices=lists))
+
+
+def test_no_queries_and_no_rows(kind, rng):
+    a = inputs(rng, 2, 4, 576, 5, 3)
+    none = a._replace(q=a.q[:0], indices=a.indices[:0], dout=a.dout[:0])
+    dq, dkv, _ = backward.run(kind, none)
+    assert (dq.shape, not kind.take(dkv).any()) == ((0, 4, 576), True)
+    dq, dkv, d_sink = backward.run(kind, a._replace(kv=a.kv[:0], sink=np.zeros(4, np.float32)))
+    assert (dkv.shape[0], kind.take(dq).any(), kind.take(d_sink).any()) == (0, False, False)
+
+
+def test_nothing_reaches_from_queries_without_rows(kind, rng):
+    """NaN everywhere in such a query, and in every row that nobody lists."""
+    a = inputs(rng, 4, 17, 576, 50, 40)._replace(sink=np.zeros(17, np.float32), d_lse=np.ones((4, 17), np.float32))
+    lists = a.indices.copy()
+    lists[1], lists[2] = -1, len(a.kv)
+    a = a._replace(indices=lists, length=np.array([40, 40, 40, 0], np.int32))
+    results = backward.forward(a)
+    want = bits(kind, backward.run(kind, a, results))
+    for array in (a.q, a.dout, a.d_lse, *results):
+        array[1:] = np.nan
+    results[1][1:] = np.inf
+    assert bits(kind, backward.run(kind, a, results)) == want
+    assert not kind.take(backward.run(kind, a, results)[0])[1:].any()
+
+
+def test_nan_stays_with_its_query(kind, rng):
+    """It reaches the query's gradient, and those of the rows that it lists."""
+    a = inputs(rng, 3, 8, 512, 60, 20, invalid=0)
+    dout = a.dout.copy()
+    dout[1, 5, 100] = np.nan
+    clean, dirty = (backward.run(kind, x, backward.forward(a)) for x in (a, a._replace(dout=dout)))
+    (dq, dkv), (dq_nan, dkv_nan) = ([kind.take(x) for x in r[:2]] for r in (clean, dirty))
+    assert np.isnan(dq_nan[1, 5].astype(np.float32)).all()
+    dq_nan[1, 5] = dq[1, 5]
+    assert dq_nan.tobytes() == dq.tobytes()
+    listed = np.unique(a.entries(1))
+    assert np.isnan(dkv_nan[listed, 0, 100].astype(np.float32)).all()
+    dkv_nan[listed] = dkv[listed]
+    assert dkv_nan.tobytes() == dkv.tobytes()
+
+
+@pytest.mark.parametrize("sink", [INF, -INF, np.float32(2.4e38), np.float32(-2.4e38)])
+def test_extreme_sinks(kind, rng, sink):
+    a = inputs(rng, 3, 5, 576, 30, 20)
+    plain = backward.run(kind, a)
+    got = [kind.take(x) for x in backward.run(kind, a._replace(sink=np.full(5, sink)))]
+    if sink > 0:
+        assert not any(x.any() for x in got)
+    else:
+        assert [x.tobytes() for x in got[:2]] == bits(kind, plain)
+        assert not got[2].any()
+    d_lse = rng.standard_normal((3, 5), np.float32)
+    check(kind, a._replace(sink=np.full(5, sink), d_lse=d_lse))
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------
+
+
+def test_same_bits(kind, rng):
+    check_same_bits(kind, inputs(rng, 9, 70, 576, 80, 50)._replace(sink=sinks(rng, 70)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["cupy", "torch_cuda"])
+def test_bits_do_not_depend_on_lists_and_workspace(rng, library):
+    a = inputs(rng, 300, 70, 576, 700, 200)._replace(sink=sinks(rng, 70))
+    check_bits_whatever(make(library), a, (1, 50 << 20, 100 << 20))
+
+
+def test_accumulate(kind, rng):
+    """Two halves of the queries, to what is there: one call of all within rounding."""
+    a = inputs(rng, 7, 12, 576, 40, 30)
+    out, lse = backward.forward(a)
+    start = rng.standard_normal(a.kv.shape, np.float32)
+    dkv = kind.put(start)
+    for part in (slice(4), slice(4, None)):
+        of_part = a._replace(q=a.q[part], indices=a.indices[part], dout=a.dout[part])
+        given = backward.run(kind, of_part, (out[part], lse[part]), dkv=dkv, accumulate=True)
+        assert given[1] is dkv
+    whole = kind.take(backward.run(kind, a, (out, lse), dkv_dtype="float32")[1])
+    np.testing.assert_allclose(kind.take(dkv) - start, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_accumulated_bits(kind, rng):
+    """Parts in their order, from zero: those of one call."""
+    a = inputs(rng, 7, 12, 576, 40, 30)
+    out, lse = backward.forward(a)
+    dkv = kind.put(np.zeros(a.kv.shape, np.float32))
+    for part in (slice(3), slice(3, 4), slice(4, None)):
+        of_part = a._replace(q=a.q[part], indices=a.indices[part], dout=a.dout[part])
+        backward.run(kind, of_part, (out[part], lse[part]), dkv=dkv, accumulate=True)
+    whole = kind.take(backward.run(kind, a, (out, lse), dkv_dtype="float32")[1])
+    assert kind.take(dkv).tobytes() == whole.tobytes()
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def test_errors(rng):
+    a = inputs(rng, 2, 4, 576, 10, 6)
+    out, lse = backward.forward(a)
+    arrays = {"q": a.q, "kv": a.kv, "indices": a.indices, "out": out, "lse": lse, "dout": a.dout, "sm_scale": 0.1}
+    float32 = np.zeros(a.kv.shape, np.float32)
+    for wrong, error, message in (
+        ({"lse": lse[:, :3]}, ValueError, r"lse: expected shape \[2, 4\]"),
+        ({"out": out.astype(np.float32)}, TypeError, r"out: expected dtype bfloat16"),
+        ({"dout": a.dout[:1]}, ValueError, r"dout: expected shape \[2, 4, 512\]"),
+        ({"d_lse": lse[:1]}, ValueError, r"d_lse: expected shape \[2, 4\]"),
+        ({"d_v": 256}, ValueError, r"d_v must be 512"),
+        ({"d_sink": lse[0]}, ValueError, r"d_sink was given without attn_sink"),
+        ({"accumulate": True}, ValueError, r"accumulate: dkv, to which is added, must be given"),
+        ({"accumulate": True, "dkv": a.kv.copy()}, TypeError, r"dkv: expected dtype float32"),
+        ({"dkv": float32.astype(np.float64)}, TypeError, r"dkv: expected dtype bfloat16"),
+        ({"dkv": float32[1:]}, ValueError, r"dkv: expected shape \[10, 1, 576\]"),
+        ({"dq_dtype": "float16"}, ValueError, r"dq_dtype must be one of"),
+        ({"max_workspace_bytes": 0}, ValueError, r"max_workspace_bytes must be in 1"),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            cupy_mla.sparse_prefill_backward(**{**arrays, **wrong})
+
+
+def test_checks_of_values(rng, checked):
+    a = inputs(rng, 2, 4, 576, 10, 6, invalid=0)
+    out, lse = backward.forward(a)
+    lists = a.indices.copy()
+    lists[1, 0, 2] = 10
+    with pytest.raises(IndexError, match=r"^indices"):
+        cupy_mla.sparse_prefill_backward(a.q, a.kv, lists, out, lse, a.dout, 0.1)
+
+
+def test_numpy_results_are_float32_sums(rng):
+    """Float32 results of NumPy are closer to the oracle than bfloat16 can hold."""
+    a = inputs(rng, 3, 8, 576, 50, 30)
+    out, lse = backward.forward(a)
+    dq, dkv, _ = backward.run(NumPy(), a, (out, lse), dq_dtype="float32", dkv_dtype="float32")
+    for got, want in zip((dq, dkv[:, 0]), oracle_backward.backward(a, out, lse)[:2], strict=True):
+        assert np.linalg.norm(got - want.value) < 1e-5 * np.linalg.norm(want.value)

@@ -1,0 +1,247 @@
+"""Logits over MXFP4 keys, candidate blocks, and logits over these alone, against float64 and plain loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_mla import (
+    candidate_blocks,
+    candidate_logits,
+    paged_indexer_logits,
+    select_candidate_rows,
+    select_rows,
+    select_rows_paged,
+    set_checks,
+    topk_indices,
+)
+from tests import indexers, oracle_indexer, oracle_mxfp4
+from tests.kinds import gapped, poisoned
+
+from .test_logits import check, put, ragged
+
+FP8, MXFP4 = 132, 68
+
+
+def key_cache(rng: np.random.Generator, token_bytes: int, blocks: int, block_size: int, exact: bool) -> np.ndarray:
+    """Keys of any size, of MXFP4 under scales up to 2^14 apart; exact: such that sums of products are."""
+    if token_bytes == FP8:
+        codes = (indexers.exact_codes if exact else indexers.codes)(rng, blocks, block_size, 128)
+        scales = np.full((blocks, block_size), 0.5, np.float32) if exact else indexers.scales(rng, blocks, block_size)
+        return indexers.key_cache(codes, scales, int(rng.choice([0, 1, 4])))
+    raw = poisoned((blocks, 68 * block_size + int(rng.choice([0, 4, 16]))), np.uint8)
+    shape = blocks, 64 * block_size
+    ones = rng.choice(np.array([0] * 14 + [2, 10]), (2, *shape))  # 0, 1 and -1
+    raw[:, : 64 * block_size] = ones[0] | ones[1] << 4 if exact else rng.integers(0, 256, shape)
+    scales = rng.integers(*((126, 129) if exact else (112, 127)), (blocks, block_size, 4))
+    raw[:, 64 * block_size : 68 * block_size] = scales.reshape(blocks, -1)
+    return raw[:, : 68 * block_size].reshape(blocks, block_size, 68)
+
+
+def queries(rng: np.random.Generator, exact: bool, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+    codes, weights = (
+        (indexers.exact_codes, indexers.exact_weights) if exact else (indexers.codes, indexers.weights)
+    )  # fmt: skip
+    return indexers.strided(rng, codes(rng, *shape, 128)), weights(rng, int(np.prod(shape[:-1])), shape[-1])
+
+
+def paged(
+    rng: np.random.Generator,
+    b: int,
+    n: int,
+    heads: int,
+    block_size: int,
+    longest: int,
+    exact: bool = False,
+    token_bytes: int = MXFP4,
+) -> dict:
+    width = -(-longest // block_size)
+    q8, w = queries(rng, exact, b, n, heads)
+    table = rng.permutation(b * width).reshape(b, width).astype(np.int32)
+    table[rng.random(table.shape) < 0.1] = rng.choice([-1, b * width + 2])
+    return {
+        "q8": q8, "kv_cache": key_cache(rng, token_bytes, b * width + 2, block_size, exact), "w": w,
+        "context_lens": rng.integers(0, longest + 1, b, dtype=np.int32), "block_table": table,
+        "max_context_len": longest,
+    }  # fmt: skip
+
+
+def of_oracle(inputs: dict) -> dict:
+    return {"cache" if name == "kv_cache" else name: a for name, a in inputs.items()}
+
+
+PAGED = [(1, 1, 64, 64, 200), (3, 2, 32, 16, 100), (2, 1, 8, 1, 40), (4, 3, 64, 15, 90), (2, 7, 48, 7, 65)]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("b", "n", "heads", "block_size", "longest"), PAGED)
+def test_logits_over_mxfp4(kind, rng, b: int, n: int, heads: int, block_size: int, longest: int, exact: bool) -> None:
+    inputs = paged(rng, b, n, heads, block_size, longest, exact)
+    expected = oracle_mxfp4.paged_logits(**of_oracle(inputs))
+    got = kind.take(paged_indexer_logits(**put(kind, inputs)))
+    assert (got.shape, got.dtype) == ((b * n, longest), np.float32)
+    check(got, expected)
+    if exact:
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_nan_scale_of_mxfp4(kind, rng) -> None:
+    """Makes the logits of its key NaN, and no others."""
+    inputs = paged(rng, 2, 1, 32, 16, 60)
+    inputs["context_lens"][:], inputs["block_table"] = 60, np.arange(8, dtype=np.int32).reshape(2, 4)
+    oracle_mxfp4.token(inputs["kv_cache"], 16 + 3)[1][2] = 255
+    got = kind.take(paged_indexer_logits(**put(kind, inputs)))
+    assert np.isnan(got[0, 19])
+    assert np.isnan(got).sum() == 1
+
+
+def candidates_of(
+    rng: np.random.Generator, tokens: int, heads: int, block_size: int, blocks: int, exact: bool, token_bytes: int
+) -> dict:
+    """Tokens of 3 requests of up to 200 keys, whose candidates are any blocks and their last one."""
+    width = -(-200 // block_size)
+    q8, w = queries(rng, exact, tokens, heads)
+    table = rng.permutation(3 * width).reshape(3, width).astype(np.int32)
+    table[rng.random(table.shape) < 0.05] = rng.choice([-1, 3 * width + 2])
+    lens = rng.integers(-1, 201, tokens).astype(np.int32)
+    lens[: min(tokens, 3)] = np.array([0, 8 * blocks, 8 * blocks + 3])[:tokens]
+    chosen = np.full((tokens, blocks), -1, np.int32)
+    for t in range(tokens):
+        all_blocks = -(-max(int(lens[t]), 0) // 8)
+        some = sorted(rng.permutation(max(all_blocks - 1, 0))[: blocks - 1].tolist())
+        some = [*some, all_blocks - 1][: min(blocks, all_blocks)]
+        chosen[t, : len(some)] = some
+    return {
+        "q8": q8, "kv_cache": key_cache(rng, token_bytes, 3 * width + 2, block_size, exact), "w": w,
+        "candidates": gapped(chosen, 0, int(rng.integers(0, 3))), "lens": lens,
+        "req_id": rng.integers(0, 3, tokens, dtype=np.int32), "block_table": table,
+    }  # fmt: skip
+
+
+CANDIDATES = [(1, 32, 64, 12), (9, 64, 16, 3), (5, 8, 1, 1), (140, 24, 15, 7), (0, 32, 64, 4), (3, 32, 8, 30)]
+
+
+@pytest.mark.parametrize("token_bytes", [FP8, MXFP4])
+@pytest.mark.parametrize(("tokens", "heads", "block_size", "blocks"), CANDIDATES)
+def test_candidate_logits(kind, rng, tokens: int, heads: int, block_size: int, blocks: int, token_bytes: int) -> None:
+    for exact in (False, True):
+        inputs = candidates_of(rng, tokens, heads, block_size, blocks, exact, token_bytes)
+        expected = oracle_mxfp4.candidate_logits(**of_oracle(inputs))
+        out = kind.put(poisoned((tokens, 8 * blocks), np.float32))
+        got = kind.take(candidate_logits(**put(kind, inputs), out=out))
+        check(got, expected)
+        if exact:
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("token_bytes", [FP8, MXFP4])
+@pytest.mark.parametrize("k", [1, 20, 300])
+def test_select_candidate_rows(kind, rng, k: int, token_bytes: int) -> None:
+    """The largest of the logits of candidates, by positions; in chunks as well."""
+    inputs = candidates_of(rng, 11, 24, 16, 5, True, token_bytes)
+    logits = oracle_mxfp4.candidate_logits(**of_oracle(inputs))
+    positions = (8 * inputs["candidates"].astype(int)[:, :, None] + np.arange(8)).reshape(11, 40)
+    for limit in (1 << 20, 4 * 40 * 3):
+        got = kind.take(select_candidate_rows(**put(kind, inputs), k=k, max_workspace_bytes=limit))
+        assert (got.shape, got.dtype) == ((11, k), np.int32)
+        for t in range(11):
+            seen = (inputs["candidates"][t].repeat(8) >= 0) & (positions[t] < inputs["lens"][t])
+            columns = oracle_indexer.topk(logits[t, seen], k, 0, 40)
+            expected = np.where(columns < 0, -1, np.append(positions[t][seen], -1)[columns])
+            np.testing.assert_array_equal(got[t], expected, err_msg=f"token {t}")
+
+
+def test_hostile_candidates(kind, rng) -> None:
+    """Blocks and requests that do not exist are not read."""
+    inputs = candidates_of(rng, 6, 32, 16, 4, True, MXFP4)
+    inputs["lens"][:] = 200
+    inputs["candidates"][:4] = [[0, 1, 25, 2**28], [2**31 - 1, -(2**31), -5, 3], [-1] * 4, [24, 25, 26, 27]]
+    inputs["candidates"][4:] = 1
+    inputs["req_id"][-2:] = -1, 3
+    got = kind.take(candidate_logits(**put(kind, inputs)))
+    np.testing.assert_array_equal(got, oracle_mxfp4.candidate_logits(**of_oracle(inputs)))
+    assert np.isneginf(got[-2:]).all()
+
+
+@pytest.mark.parametrize("count", [1, 5, 64, 2048])
+@pytest.mark.parametrize("n", [1, 8, 9, 300, 3001])
+def test_blocks(kind, rng, n: int, count: int) -> None:
+    """Plateaus, so that ties decide, infinities and NaN."""
+    logits = np.maximum(rng.standard_normal((9, n)), rng.choice([-9, 0, 2])).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.002] = np.nan
+    logits[rng.random(logits.shape) < 0.01] = rng.choice([np.inf, -np.inf])
+    starts, ends = indexers.ranges(rng, 9, n)
+    rows = gapped(logits, 0, int(rng.integers(0, 5)))
+    for bounds in ((starts, ends), (None, ends), (None, None)):
+        got = kind.take(candidate_blocks(kind.put(rows), count, *(None if b is None else kind.put(b) for b in bounds)))
+        assert (got.shape, got.dtype) == ((9, count), np.int32)
+        for i in range(9):
+            start, end = (0 if bounds[0] is None else starts[i]), (n if bounds[1] is None else ends[i])
+            assert got[i].tolist() == oracle_mxfp4.best_blocks(logits[i], count, int(start), int(end)), i
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 1])
+def test_blocks_beside_rows(kind, rng, limit: int) -> None:
+    """`select_rows` and `select_rows_paged` give the blocks of the logits that they choose rows by."""
+    of_pages = paged(rng, 3, 2, 32, 16, 150, exact=True)
+    logits = paged_indexer_logits(**of_pages)
+    ends = (of_pages["context_lens"][:, None] + [-1, 0]).reshape(-1).clip(0).astype(np.int32)
+    blocks = kind.put(poisoned((6, 5), np.int32))
+    rows = select_rows_paged(**put(kind, of_pages), k=9, max_workspace_bytes=limit, blocks=blocks)
+    np.testing.assert_array_equal(kind.take(rows), topk_indices(logits, 9, ends=ends))
+    np.testing.assert_array_equal(kind.take(blocks), candidate_blocks(logits, 5, ends=ends))
+
+    of_rows = ragged(rng, 7, 90, 16, exact=True)
+    expected = select_rows(**of_rows, k=9, blocks=(wanted := np.zeros((7, 5), np.int32)))
+    blocks = kind.put(poisoned((7, 5), np.int32))
+    rows = select_rows(**put(kind, of_rows), k=9, max_workspace_bytes=limit, blocks=blocks)
+    np.testing.assert_array_equal(kind.take(rows), expected)
+    np.testing.assert_array_equal(kind.take(blocks), wanted)
+
+
+@pytest.mark.parametrize("token_bytes", [FP8, MXFP4])
+def test_candidates_of_a_layer_serve_the_next(kind, rng, token_bytes: int) -> None:
+    """A second layer chooses the rows that dense logits, masked to the candidate blocks, choose."""
+    first, second = (paged(rng, 2, 2, 32, 16, 180, exact=True, token_bytes=token_bytes) for _ in range(2))
+    first["context_lens"][:] = second["context_lens"][:] = 180, 33
+    blocks = kind.put(poisoned((4, 6), np.int32))
+    select_rows_paged(**put(kind, first), k=5, blocks=blocks)
+    logits = paged_indexer_logits(**second)
+    lens = (second["context_lens"][:, None] + [-1, 0]).reshape(-1).astype(np.int32)
+    for row, chosen in enumerate(kind.take(blocks)):
+        logits[row, ~np.isin(np.arange(180) // 8, chosen)] = -np.inf
+    there = put(kind, {name: second[name] for name in ("kv_cache", "w", "block_table")})
+    got = select_candidate_rows(
+        kind.put(np.ascontiguousarray(second["q8"].reshape(4, 32, 128))), candidates=blocks, lens=kind.put(lens),
+        req_id=kind.put(np.array([0, 0, 1, 1], np.int32)), k=20, **there,
+    )  # fmt: skip
+    np.testing.assert_array_equal(kind.take(got), topk_indices(logits, 20, ends=lens))
+
+
+def test_errors(rng) -> None:
+    good = candidates_of(rng, 3, 16, 8, 4, True, MXFP4)
+    for change, error, message in (
+        ({"q8": np.zeros((3, 12, 128), np.uint8)}, ValueError, r"q8: expected shape \[T, 8 or 16"),
+        ({"q8": np.zeros((3, 16, 129), np.uint8)[..., :128]}, ValueError, "q8: rows must start at multiples of 16"),
+        ({"kv_cache": np.zeros((2, 8, 64), np.uint8)}, ValueError, "kv_cache: expected a paged cache"),
+        ({"w": np.zeros((3, 8), np.float32)}, ValueError, r"w: expected shape \[3, 16\]"),
+        ({"candidates": np.zeros((2, 4), np.int32)}, ValueError, r"candidates: expected shape \[3, C\]"),
+        ({"lens": np.zeros(3, np.int64)}, TypeError, "lens: expected dtype int32"),
+        ({"req_id": np.zeros(2, np.int32)}, ValueError, r"req_id: expected shape \[3\]"),
+    ):
+        with pytest.raises(error, match=message):
+            candidate_logits(**{**good, **change})
+        with pytest.raises(error, match=message):
+            select_candidate_rows(**{**good, **change}, k=3)
+    with pytest.raises(ValueError, match="k must be"):
+        select_candidate_rows(**good, k=0)
+    with pytest.raises(ValueError, match="count must be"):
+        candidate_blocks(np.zeros((2, 9), np.float32), 4097)
+    with pytest.raises(TypeError, match="logits: expected dtype float32"):
+        candidate_blocks(np.zeros((2, 9), np.float64), 4)
+    of_rows = ragged(rng, 7, 90, 16)
+    with pytest.raises(ValueError, match=r"blocks: expected shape \[7, C\]"):
+        select_rows(**of_rows, k=3, blocks=np.zeros((6, 2), np.int32))
+    good["req_id"][1] = 3
+    with set_checks(True), pytest.raises(IndexError, match="req_id"):
+        candidate_logits(**good)

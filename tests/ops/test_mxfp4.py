@@ -1,0 +1,237 @@
+"""MXFP4 keys and queries of the indexer against plain loops, byte for byte."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from cupy_mla import (
+    cp_gather_indexer_k_quant_cache,
+    indexer_k_quant_and_cache,
+    quantize_indexer_q,
+    quantize_indexer_q_mxfp4,
+    widen_mxfp4,
+)
+from tests import oracle, oracle_indices, oracle_mxfp4
+from tests.kinds import BF16, POISON, gapped, poisoned
+
+
+def key_cache(num_blocks: int, block_size: int, gap: int = 0) -> np.ndarray:
+    """A poisoned cache [num_blocks, block_size, 68] whose block stride exceeds the block by 4 * gap bytes."""
+    raw = poisoned((num_blocks, 68 * block_size + 4 * gap), np.uint8)
+    return raw[:, : 68 * block_size].reshape(num_blocks, block_size, 68)
+
+
+def rows_of(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Rows of many sizes, in groups of many sizes; among them zeros, subnormals, ties, and any bits."""
+    rows = rng.standard_normal((count, 4, 32)) * 10.0 ** rng.uniform(-3, 3, (count, 4, 1))
+    rows *= 10.0 ** rng.uniform(-6, 6, (count, 1, 1))
+    rows[rng.random((count, 4)) < 0.1] = 0
+    ties = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -5], rows.shape)
+    rows = np.where(rng.random((count, 4, 1)) < 0.2, ties * 2.0 ** rng.integers(-9, 9, (count, 4, 1)), rows)
+    rows = np.where(rng.random(rows.shape) < 0.05, rng.choice([1e-39, -1e-39, 0.0, -0.0], rows.shape), rows)
+    rows = rows.reshape(count, 128).astype(BF16)
+    any_bits = rng.integers(0, 2**16, rows.shape, dtype=np.uint16).view(BF16)
+    return np.where(rng.random((count, 1)) < 0.1, any_bits, rows)
+
+
+def pack(kind, keys: np.ndarray, cache: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Pack through the operation and return all bytes of the cache's allocation."""
+    there, whole = kind.put_with_allocation(cache)
+    indexer_k_quant_and_cache(kind.put(keys), there, kind.put(slots))
+    return kind.take(whole)
+
+
+@pytest.mark.parametrize(
+    ("row", "head", "scales", "digest"),
+    [
+        (oracle_mxfp4.row_a(), "8cc4512a9dc4401b", "7e7e7e7e", "2f0ab81df3a379dc"),
+        (oracle_mxfp4.row_b(), "0200e00000000000", "7f010101", "33a202f2b9ab1277"),
+    ],
+)
+def test_vectors_of_the_specification(kind, row: np.ndarray, head: str, scales: str, digest: str) -> None:
+    got = pack(kind, row.astype(BF16)[None], key_cache(1, 1), np.zeros(1, np.int64)).tobytes()
+    assert (got[:8].hex(), got[64:].hex()) == (head, scales)
+    assert hashlib.sha256(got).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 64])
+@pytest.mark.parametrize("tokens", [0, 1, 63, 130])
+def test_pack(kind, rng, tokens: int, block_size: int) -> None:
+    num_blocks, gap = tokens // block_size + 2, int(rng.integers(0, 3))
+    capacity = num_blocks * block_size
+    keys = rows_of(rng, tokens + 2)
+    slots = rng.permutation(capacity)[:tokens].astype(np.int64)
+    slots[rng.random(tokens) < 0.1] = rng.choice([-1, -(2**63), capacity, 2**62])
+    want = key_cache(num_blocks, block_size, gap)
+    for t, slot in enumerate(slots.tolist()):
+        if 0 <= slot < capacity:
+            codes, scales = oracle_mxfp4.token(want, slot)
+            codes[:], scales[:] = oracle_mxfp4.pack(keys[t])
+    got = pack(kind, gapped(keys, 0, int(rng.choice([0, 8, 3]))), key_cache(num_blocks, block_size, gap), slots)
+    np.testing.assert_array_equal(got, want.base.reshape(-1))
+
+
+def test_every_bfloat16(kind) -> None:
+    """Each of the 2^16 numbers beside zeros, so that it decides about its scale, and all beside their neighbours."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    alone = np.zeros((2**14, 4, 32), np.uint16)
+    alone[:, :, 2] = bits.reshape(2**14, 4)
+    rows = np.concatenate([alone.reshape(-1, 128), bits.reshape(-1, 128)]).view(BF16)
+    got = pack(kind, rows, key_cache(1, len(rows)), np.arange(len(rows)))
+    codes, scales = got[: 64 * len(rows)].reshape(-1, 4, 16), got[64 * len(rows) :].reshape(-1, 4)
+    for t in range(2**14, len(rows)):
+        want = oracle_mxfp4.pack(rows[t])
+        assert (codes[t].tobytes(), scales[t].tobytes()) == (want[0].tobytes(), want[1].tobytes()), rows[t]
+    with np.errstate(invalid="ignore"):  # NaN
+        numbers = bits.view(BF16).astype(np.float64)
+    want = [oracle_mxfp4.scale_byte(x[None]) for x in numbers]
+    assert scales[: 2**14].reshape(-1).tolist() == want
+    assert not np.delete(codes[: 2**14], 1, axis=2).any()
+    expected = [0 if s == 255 else oracle_mxfp4.code(x * 2.0 ** (127 - s)) for x, s in zip(numbers, want, strict=True)]
+    assert codes[: 2**14, :, 1].reshape(-1).tolist() == expected
+
+
+def check_gather(kind, cache: np.ndarray, table: np.ndarray, starts, rows: int, widened: bool) -> None:
+    num_blocks, block_size, _ = cache.shape
+    codes, scales = np.full((rows, 64), POISON, np.uint8), np.full((rows, 4), POISON, np.uint8)
+    written, found = np.zeros(rows, bool), np.zeros(rows, bool)
+    for r in range(len(table)):
+        for t in range(max(0, min(starts[r + 1], rows) - starts[r])):
+            slot = oracle_indices.slot(table, r, t, block_size)
+            row = starts[r] + t
+            written[row], found[row] = True, 0 <= slot < num_blocks * block_size
+            codes[row], scales[row] = oracle_mxfp4.token(cache, slot) if found[row] else (0, 0)
+    dst_k = kind.put(gapped(poisoned((rows, 128 if widened else 64), np.uint8), 0, 4 if rows % 2 else 0))
+    dst_scale = kind.put(poisoned((rows, 4), np.uint8) if not widened else poisoned(rows, np.float32))
+    inputs = [kind.put(a) for a in (table, np.asarray(starts, np.int32))]
+    cp_gather_indexer_k_quant_cache(kind.put(cache), dst_k, dst_scale, *inputs)
+    got, got_scales = kind.take(dst_k), kind.take(dst_scale)
+    if not widened:
+        np.testing.assert_array_equal(got, codes)
+        np.testing.assert_array_equal(got_scales, scales)
+        return
+    assert (got[~written] == POISON).all()
+    assert not got[written & ~found].any()
+    assert not got_scales[written & ~found].any()
+    for row in np.flatnonzero(found):
+        check_widened(got[row], got_scales[row], codes[row], scales[row])
+
+
+def check_widened(bytes_: np.ndarray, factor: float, codes: np.ndarray, scales: np.ndarray) -> None:
+    """Exact in groups up to 2^14 below the largest, else within half a unit of 2^-15 times the largest scale."""
+    want = oracle_mxfp4.values(codes, scales)
+    if scales.max() == 255:
+        assert np.isnan(factor)
+        return
+    largest = 2.0 ** (int(scales.max()) - 127)
+    got = oracle.E4M3[bytes_].astype(np.float64) * (largest * 2.0**-6)
+    assert factor == np.float32(largest * 2.0**-6 if largest >= 2.0**-120 else 0)
+    near = np.repeat(int(scales.max()) - scales.astype(int) <= 14, 32)
+    np.testing.assert_array_equal(got[near], want[near])
+    assert (np.abs(got - want) <= largest * 2.0**-16).all()
+
+
+@pytest.mark.parametrize("widened", [False, True])
+@pytest.mark.parametrize("block_size", [1, 3, 64])
+@pytest.mark.parametrize("lengths", [[1], [5, 0, 17], [130, 1]])
+def test_gather(kind, rng, block_size: int, lengths: list[int], widened: bool) -> None:
+    width = -(-max(lengths) // block_size)
+    blocks = len(lengths) * width
+    table = rng.permutation(blocks).reshape(len(lengths), width).astype(np.int32)
+    table[rng.random(table.shape) < 0.1] = rng.choice([-1, blocks, 2**31 - 1])
+    cache = key_cache(blocks, block_size, int(rng.integers(0, 2)))
+    cache.reshape(blocks, -1)[:, : 64 * block_size] = rng.integers(0, 256, (blocks, 64 * block_size))
+    scales = rng.integers(100, 130, (blocks, 4 * block_size))
+    cache.reshape(blocks, -1)[:, 64 * block_size :] = np.where(rng.random(scales.shape) < 0.01, 255, scales)
+    check_gather(kind, cache, table, np.concatenate([[0], np.cumsum(lengths)]), sum(lengths) + 1, widened)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (33,), (5, 24)])
+def test_widen(kind, rng, shape: tuple[int, ...]) -> None:
+    codes = rng.integers(0, 256, (*shape, 64), dtype=np.uint8)
+    scales = rng.integers(110, 136, (*shape, 4)).astype(np.uint8)
+    scales[rng.random(shape) < 0.3] = rng.integers(0, 256, 4)
+    weights = rng.standard_normal(shape).astype(np.float32)
+    there = kind.put(gapped(codes, *[0] * len(shape), 4)), kind.put(gapped(scales, *[0] * len(shape), 3))
+    values, factors = map(kind.take, widen_mxfp4(*there))
+    assert (values.shape, factors.shape) == ((*shape, 128), shape)
+    for at in np.ndindex(shape):
+        check_widened(values.view(np.uint8)[at], factors[at], codes[at], scales[at])
+    again, weighted = map(kind.take, widen_mxfp4(*there, kind.put(weights)))
+    np.testing.assert_array_equal(again.view(np.uint8), values.view(np.uint8))
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(weighted, weights * factors)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dtype"), [(0, 8, BF16), (1, 64, np.float32), (7, 24, BF16)])
+def test_quantize_queries(kind, rng, tokens: int, heads: int, dtype: np.dtype) -> None:
+    """Packed: the bytes of the oracle. Widened: what `widen_mxfp4` makes of them."""
+    q, weights = rows_of(rng, tokens * heads).reshape(tokens, heads, 128), rng.standard_normal((tokens, heads))
+    there = kind.put(gapped(q, 0, 1, 8)), kind.put(gapped(weights.astype(dtype), 0, 3))
+    q4, scales, w = quantize_indexer_q_mxfp4(*there)
+    values, widened = map(kind.take, widen_mxfp4(q4, scales, w))
+    q4, scales, w = map(kind.take, (q4, scales, w))
+    factor = np.float32((heads * 128) ** -0.5)
+    np.testing.assert_array_equal(w, weights.astype(dtype).astype(np.float32) * factor)
+    for t, h in np.ndindex(tokens, heads):
+        codes, bytes_ = oracle_mxfp4.pack(q[t, h])
+        np.testing.assert_array_equal(q4[t, h], codes)
+        np.testing.assert_array_equal(scales[t, h], bytes_)
+    q8, at_once = map(kind.take, quantize_indexer_q(*there, scale_format="mxfp4"))
+    np.testing.assert_array_equal(q8.view(np.uint8), values.view(np.uint8))
+    np.testing.assert_array_equal(at_once, widened)
+
+
+def test_queries_are_rotated_first(kind, rng) -> None:
+    """Angles of quarter turns, which are exact."""
+    q = rng.standard_normal((4, 8, 128)).astype(BF16)
+    turn = np.repeat(np.array([[1, 0], [0, 1], [-1, 0], [0, -1]], np.float32), 32, axis=1)
+    rope = {"positions": kind.put(np.arange(4)), "cos_sin_cache": kind.put(turn)}
+    weights = kind.put(np.ones((4, 8), np.float32))
+    got = quantize_indexer_q_mxfp4(kind.put(q), weights, **rope, rope_first=False, interleaved=True)
+    turned = q.astype(np.float32)
+    for t in range(4):
+        for _ in range(t):
+            first = turned[t, :, 64::2].copy()
+            turned[t, :, 64::2], turned[t, :, 65::2] = -turned[t, :, 65::2], first
+    expected = quantize_indexer_q_mxfp4(kind.put(turned.astype(BF16)), weights)
+    values = [[oracle_mxfp4.values(*row) for row in zip(codes, scales, strict=True)] for codes, scales in (
+        (kind.take(of[0]).reshape(-1, 64), kind.take(of[1]).reshape(-1, 4)) for of in (got, expected)
+    )]  # fmt: skip
+    np.testing.assert_array_equal(*values)  # +0 and -0 are equal
+
+
+def test_errors() -> None:
+    cache = key_cache(2, 4)
+    good = {"k": np.zeros((3, 128), BF16), "kv_cache": cache, "slot_mapping": np.zeros(3, np.int64)}
+    for change, message in (
+        ({"k": np.zeros((3, 64), BF16)}, r"k: expected shape \[T, 128\]"),
+        ({"kv_cache": np.zeros((2, 4, 64), np.uint8)}, r"kv_cache: expected a paged cache .*132.*68"),
+        ({"kv_cache": np.zeros(2 * 273, np.uint8).reshape(2, 273)[:, :272].reshape(2, 4, 68)}, "multiple of 4 bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            indexer_k_quant_and_cache(**{**good, **change})
+    assert (cache == POISON).all()
+    gather = {
+        "kv_cache": cache, "dst_k": np.zeros((6, 64), np.uint8), "dst_scale": np.zeros((6, 4), np.uint8),
+        "block_table": np.zeros((2, 1), np.int32), "cu_seq_lens": np.array([0, 3, 6], np.int32),
+    }  # fmt: skip
+    for change, message in (
+        ({"dst_k": np.zeros((6, 68), np.uint8)}, r"dst_k: expected shape \[S, 128 or 64\]"),
+        ({"kv_cache": np.zeros((2, 4, 132), np.uint8)}, r"dst_k: expected shape \[S, 128\]"),  # keys of another layout
+    ):
+        with pytest.raises(ValueError, match=message):
+            cp_gather_indexer_k_quant_cache(**{**gather, **change})
+    codes, scales = np.zeros((3, 8, 64), np.uint8), np.zeros((3, 8, 4), np.uint8)
+    for given, message in (
+        ((codes[..., :32], scales), r"codes: expected shape \[N, H, 64\]"),
+        ((codes[None], scales), r"codes: expected shape"),
+        ((codes, scales[..., :3]), r"scales: expected shape \[3, 8, 4\]"),
+        ((codes, scales, np.zeros((3, 4), np.float32)), r"weights: expected shape \[3, 8\]"),
+        ((np.zeros((3, 65), np.uint8)[:, :64], scales[:, 0]), "codes: rows must start at multiples of 4 bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            widen_mxfp4(*given)
