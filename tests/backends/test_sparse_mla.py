@@ -359,6 +359,25 @@ def test_groups_convert_once(kind, rng, monkeypatch: pytest.MonkeyPatch, path: s
     assert len(converted) == 2 * (2 + 6 * bool(query_lens))
 
 
+@pytest.mark.gpu
+def test_groups_convert_on_a_side_stream(kind, rng) -> None:
+    """Which is busy: the layers' stream waits for what it will convert."""
+    if not kind.on_gpu:
+        pytest.skip("streams")
+    engine, step = Engine(kind, "mixed", 16), make_step(rng, 16, [1] * 5)
+    groups = IndexGroups(engine.impl.config, layer_sources(3, [0]), engine.workspace.place)
+    q, cache, chosen = map(kind.put, (step.q, step.caches[engine.layout], step.topk_indices))
+    metadata = engine.builder.build(step.batch)
+    groups.build(metadata)
+    kind.synchronize()
+    _, side = kind.stream()
+    with side:
+        kind.keep_busy()
+        groups.put(0, chosen)
+    for layer in range(3):
+        assert_result(kind.take(engine.impl.forward_mqa(q, cache, metadata, groups.get(layer))), step.want)
+
+
 def test_groups_refuse_what_does_not_fit(rng) -> None:
     engine, step = Engine(NumPy(), "mixed", 4), make_step(rng, 4, [1, 5])
     groups = IndexGroups(engine.impl.config, layer_sources(7, [1, 4]))
