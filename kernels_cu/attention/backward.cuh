@@ -68,37 +68,46 @@ struct HeadNumbers {
     float lse[HEADS], sigma[HEADS], e[HEADS];  // lse in base 2
 };
 
-// Find the numbers of every head, a warp a head, and leave what the sink's gradient needs. `dout(line, chunk)` reads a
-// 16-byte chunk of dO.
+// Find the numbers of every head, a warp a head, with the loads of AT_ONCE under way; leave what the sinks' gradient
+// needs. `dout(line, chunk)` reads a 16-byte chunk of dO; `aligned`: rows of out start at multiples of 16 bytes.
 template <typename Dout>
 __device__ __forceinline__ void find_head_numbers(const BackwardParams& p, const Item& item, HeadNumbers& numbers,
-                                                  Dout dout) {
+                                                  bool aligned, Dout dout) {
+    constexpr int OF_WARP = HEADS / CONTRIBUTING_WARPS, AT_ONCE = OF_WARP < 4 ? OF_WARP : 4;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int line = warp; line < HEADS; line += CONTRIBUTING_WARPS) {
-        const int head = item.first_head + line;
-        float lse = INF, sigma = 0.0f, e = 0.0f;
-        if (head < p.h_q) {
-            const bf16* out = p.out + item.query * p.out_token + head * p.out_head;
-            float delta = 0.0f;
+    for (int first = warp * OF_WARP; first < (warp + 1) * OF_WARP; first += AT_ONCE) {
+        Vec16 out[AT_ONCE][2] = {};
+        float lse[AT_ONCE], d_lse[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                delta += dot(load_chunk(out + CHUNK * (lane + 32 * i), p.aligned), dout(line, lane + 32 * i));
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int head = item.first_head + first + i;
+            lse[i] = INF, d_lse[i] = 0.0f;
+            if (head >= p.h_q) continue;
+            const bf16* from = p.out + item.query * p.out_token + head * p.out_head + CHUNK * lane;
+            out[i][0] = load_chunk(from, aligned), out[i][1] = load_chunk(from + 32 * CHUNK, aligned);
+            lse[i] = p.lse[item.query * p.lse_token + head * p.lse_head];
+            if (p.d_lse != nullptr) d_lse[i] = p.d_lse[item.query * p.d_lse_token + head * p.d_lse_head];
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int line = first + i, head = item.first_head + line;
+            float delta = dot(out[i][0], dout(line, lane)) + dot(out[i][1], dout(line, lane + 32)), sigma = 1.0f;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) delta += __shfl_xor_sync(~0u, delta, step);
-            lse = p.lse[item.query * p.lse_token + head * p.lse_head];
-            sigma = 1.0f;
-            if (p.sink != nullptr) {
+            if (p.sink != nullptr && head < p.h_q) {
                 const float sink = p.sink[head * p.sink_stride];
-                sigma = 1.0f / (1.0f + exp2_approx((sink - lse) * LOG2E));
+                sigma = 1.0f / (1.0f + exp2_approx((sink - lse[i]) * LOG2E));
                 if (lane == 0)
                     p.sink_terms[int64_t(item.query) * p.h_q + head] =
-                        delta / (1.0f + exp2_approx((lse - sink) * LOG2E));
+                        delta / (1.0f + exp2_approx((lse[i] - sink) * LOG2E));
             }
-            e = (p.d_lse == nullptr ? 0.0f : p.d_lse[item.query * p.d_lse_token + head * p.d_lse_head]) -
-                sigma * delta;
+            if (lane == 0) {
+                numbers.lse[line] = lse[i] * LOG2E;
+                numbers.sigma[line] = sigma;
+                numbers.e[line] = d_lse[i] - sigma * delta;
+            }
         }
-        if (lane == 0) numbers.lse[line] = lse * LOG2E, numbers.sigma[line] = sigma, numbers.e[line] = e;
     }
 }
 

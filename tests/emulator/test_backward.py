@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cupy_mla.calls.operation import forget_calls
+from cupy_mla.cuda.attention.choose import VARIABLE
 
 from ..backward import FLOAT32, check, inputs, with_everything
 from ..cases import sinks
@@ -24,6 +25,7 @@ EACH = (90, 80, 86)  # capabilities with 227, 163 and 99 KB of shared memory a C
 def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rng_seed: int) -> Iterator[EmulatedGPU]:
     """An emulated GPU of the compute capability that the test's parameter says."""
     pytest.importorskip("torch")  # whose memory it has
+    monkeypatch.setenv(VARIABLE, "portable")
     forget_calls()
     yield EmulatedGPU(monkeypatch, capability=request.param, seed=rng_seed)
     forget_calls()
