@@ -37,15 +37,16 @@ def decode_floor_us(case: str, sets: int) -> float:
     return 1e6 * max(gather, 2 * rows * n["h"] * (D_QK[layout] + 512) / FLOPS)
 
 
-def dense_floor_us(tokens: list[int], lines: int) -> tuple[float, str]:
+def dense_floor_us(tokens: list[int], lines: int, token_bytes: int = TOKEN_BYTES["bf16"]) -> tuple[float, str]:
     """Microseconds that the rows of a dense decode take to copy, or their products at the tensor cores' rate, and which
     of both that is: "bytes" or "arithmetic".
 
     Args:
         tokens: rows of each input set in rotation; where all fit into L2, the rate is that of L2.
         lines: query tokens times heads of a request.
+        token_bytes: of a row.
     """
-    size = sum(tokens) * TOKEN_BYTES["bf16"]
+    size = sum(tokens) * token_bytes
     copy = size / (GATHER_L2 if size < L2_BYTES else COPY)
     multiply = 2 * sum(tokens) * lines * (D_QK["bf16"] + 512) / FLOPS
     return 1e6 * max(copy, multiply) / len(tokens), "bytes" if copy > multiply else "arithmetic"
@@ -201,6 +202,10 @@ DENSE = [
     Group("dense decode, bf16", "dense_decode", lambda case, n: n["h"] > 0, 1.15),
     Group("dense decode, bf16, 1 to 4 requests", "dense_decode", lambda case, n: n["b"] <= 4, 1.25, 1.05),
     Group("dense decode, bf16, 2 to 4 query tokens", "dense_decode", lambda case, n: n["s_q"] >= 2, 1.1),
+]
+DENSE_FP8 = [
+    Group("dense decode, V32_FP8 against our bf16 where memory bounds", "dense_fp8", _beginning("v32_fp8 bytes"), 1.5),
+    Group("dense decode, PLAIN_FP8, q in e4m3", "dense_fp8", _beginning("plain_fp8"), 1.2),
 ]
 
 

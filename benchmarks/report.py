@@ -19,6 +19,7 @@ from cases import (
     CACHE_OPS,
     DECODE,
     DENSE,
+    DENSE_FP8,
     INDEXER,
     PORTABLE,
     PREFILL,
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
-GROUPS = [*PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *CACHE_OPS, *PORTABLE, *INDEXER]
+GROUPS = [*PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *DENSE_FP8, *CACHE_OPS, *PORTABLE, *INDEXER]
 NOT_MEASURED = "Not measured yet."
 KERNEL_ROWS = {
     "localize": "localize topk", "globalize": "globalize topk", "merge_topk": "merge topk",

@@ -23,6 +23,7 @@ from ..ops.cache import SCALE_FORMATS
 from ..ops.candidates import BLOCK, select_candidate_rows
 from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache, indexer_layout
 from ..ops.logits import HEADS, D
+from ..ops.pools import expand_pools_and_append_tail
 from ..ops.topk import MAX_K, select_rows, select_rows_paged
 from ..typing import A, AnyArray, ScaleFormat
 from .steps import Step
@@ -30,8 +31,8 @@ from .workspace import Workspace
 
 
 class IndexerImpl:
-    """The indexer of DeepSeek-V3.2 layers, and of V4's C4A layers. It keeps no state of its own: all layers may share
-    one.
+    """The indexer of DeepSeek-V3.2 layers, of V4's C4A layers, of V4.1's C1A and C2A layers, and of layers whose keys
+    stand for pools of tokens. It keeps no state of its own: all layers may share one.
 
     Args:
         config: the layers and the engine's maxima.
@@ -59,7 +60,7 @@ class IndexerImpl:
         require_indexed(config)
         require_instance("workspace", workspace, Workspace)
         require_choice("scale_format", scale_format, SCALE_FORMATS)
-        if config.topk > MAX_K:
+        if config.index_topk > MAX_K:
             raise ValueError(f"config: the indexer chooses at most {MAX_K} rows, topk is {config.topk}")
         self.config = config
         self.workspace = workspace
@@ -79,6 +80,7 @@ class IndexerImpl:
         metadata: IndexerMetadata | None,
         topk_indices_buffer: A,
         *,
+        valid_counts: AnyArray | None = None,
         candidate_block_buffer: AnyArray | None = None,
         among_candidates: bool = False,
     ) -> A:
@@ -90,8 +92,9 @@ class IndexerImpl:
         in one where no sequence can have more.
 
         Args:
-            k: [T, (1,) 128] bfloat16 keys, rotated. With compression row t is the key that token t completes; rows of
-                tokens that complete none are not read. None: the cache holds the step's keys already.
+            k: [T, (1,) 128] bfloat16 keys, rotated. With compression, or pools of tokens (from `kpool_compress`), row t
+                is the key that token t completes; rows of tokens that complete none are not read. None: the cache holds
+                the step's keys already.
             q8: [T, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64, from `quantize_indexer_q`.
             w: [T, H] float32 weights of the heads, from `quantize_indexer_q`.
             kv_cache: [num_blocks, rows, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, or [..., 68] in layout
@@ -101,10 +104,12 @@ class IndexerImpl:
                 chooses nothing.
             topk_indices_buffer: [at least T, topk] int32. Row t is given token t's positions in its request, ascending,
                 -1 behind the last: token positions, with compression those of compressed rows. Rows from T on are left
-                as they are.
+                as they are. With the config's kpool [at least T, topk + kpool - 1]: the tokens of chosen pools, and
+                behind them those that make no whole pool.
+            valid_counts: [T] int32, how many positions each row is given; written in place, with kpool alone.
             candidate_block_buffer: [at least T, C] int32, C up to 4096 and 8 * C at least topk. Row t is given the
                 candidate blocks of token t (`candidate_blocks`). Layers of one step pass the same, those with
-                `among_candidates` after the one that chooses.
+                `among_candidates` after the one that chooses. Keys of pools have none.
             among_candidates: choose among the keys of the blocks that an earlier layer of the step left in
                 `candidate_block_buffer`. No other keys are read, and none are gathered.
 
@@ -119,19 +124,21 @@ class IndexerImpl:
         if place != self.workspace.place:
             raise ValueError(f"q8: expected it where the workspace is, {self.workspace.place}, got {place}")
         tokens, heads, _ = q.require(QUANTIZED, "T", HEADS, D).shape
-        chosen.require(INT32, "tokens", self.config.topk).require_writable()
+        chosen.require(INT32, "tokens", self.config.topk_width).require_writable()
         candidates = self._candidates(place, candidate_block_buffer, among_candidates)
         if metadata is None:
             self._reserve(place, heads, 0 if candidates is None else candidates.shape[1])
             chosen.obj[...] = -1
             return chosen.obj[:tokens]
         indexer_layout(cache)
-        if cache.shape[1] != self.config.rows_per_block:
+        if cache.shape[1] != self.config.keys_per_block:
             raise ValueError(
-                f"kv_cache: expected {self.config.rows_per_block} rows a block (config), got {cache.shape[1]}"
+                f"kv_cache: expected {self.config.keys_per_block} rows a block (config), got {cache.shape[1]}"
             )
         place.admit(describe("w", w)).require(FLOAT32, tokens, heads)
         self._check(metadata, tokens, chosen.shape[0])
+        if valid_counts is not None and metadata.token_context_lens is None:
+            raise ValueError("valid_counts: expected None for layers without pools of tokens (config's kpool)")
         if k is not None:
             require_array("k", k)
             if k.shape[:1] != (tokens,):
@@ -148,21 +155,27 @@ class IndexerImpl:
             return chosen.obj[:tokens]
         places = 0 if metadata.decode is None else _places(metadata.decode)
         rows = max((chunk.num_keys for chunk in metadata.prefill_chunks if not chunk.choose_all), default=0)
-        keys, scales, *padded = self._scratch(rows, places, 0 if candidates is None else candidates.shape[1])
-        chosen_ = _Chosen(chosen.obj, blocks)
+        num_blocks = 0 if candidates is None else candidates.shape[1]
+        keys, scales, pools, counts, *padded = self._scratch(rows, places, tokens, num_blocks)
+        into = _Chosen(chosen.obj if metadata.token_context_lens is None else pools, blocks)
         if metadata.decode is not None:
             end = metadata.num_decode_tokens
             short = metadata.decode.short and not self._is_capturing
-            self._decode(metadata.decode, queries.part(slice(end)), chosen_.part(slice(end)), padded, short)
+            self._decode(metadata.decode, queries.part(slice(end)), into.part(slice(end)), padded, short)
         for chunk in metadata.prefill_chunks:
             part = chunk.tokens_slice
-            self._prefill(chunk, queries.part(part), chosen_.part(part), keys, scales)
+            self._prefill(chunk, queries.part(part), into.part(part), keys, scales)
         if metadata.num_prefills:  # tokens that pad the batch
             last = metadata.prefill_chunks[-1].tokens_slice.stop if metadata.prefill_chunks else 0
-            padding = chosen_.part(slice(max(last, metadata.num_decode_tokens), tokens))
+            padding = into.part(slice(max(last, metadata.num_decode_tokens), tokens))
             padding.rows[...] = -1
             if padding.blocks is not None:
                 padding.blocks[...] = -1
+        if metadata.token_context_lens is not None:
+            expand_pools_and_append_tail(
+                pools, metadata.token_context_lens, self.config.kpool, out=chosen.obj[:tokens],
+                lens=counts if valid_counts is None else valid_counts,
+            )  # fmt: skip
         return chosen.obj[:tokens]
 
     @property
@@ -177,6 +190,10 @@ class IndexerImpl:
             if among_candidates:
                 raise ValueError("candidate_block_buffer: expected the one of the layer that chooses blocks, got None")
             return None
+        if self.config.kpool > 1:
+            raise ValueError(
+                f"candidate_block_buffer: keys of pools (kpool {self.config.kpool}) have no candidate blocks"
+            )
         candidates = place.admit(describe("candidate_block_buffer", buffer)).require(INT32, "tokens", "C")
         count = candidates.require_writable().shape[1]
         if not self.config.topk <= BLOCK * count <= BLOCK * MAX_K:
@@ -206,7 +223,7 @@ class IndexerImpl:
             lens = lens.reshape(-1)
             self._choose_all(lens[decode.token_rows] if decode.requires_padding else lens, chosen)
             return
-        requests, topk = decode.block_table.shape[0], self.config.topk
+        requests, topk = decode.block_table.shape[0], self.config.index_topk
         q8, w, to = queries.q8, queries.w, chosen
         if decode.requires_padding:
             rows, blocks = padded
@@ -232,7 +249,7 @@ class IndexerImpl:
         if chunk.gathers:
             cp_gather_indexer_k_quant_cache(queries.kv_cache, keys, scales, chunk.block_table, chunk.cu_seq_lens)
         select_rows(
-            queries.q8, keys, scales, queries.w, chunk.starts, chunk.ends, self.config.topk,
+            queries.q8, keys, scales, queries.w, chunk.starts, chunk.ends, self.config.index_topk,
             max_workspace_bytes=self.config.max_workspace_bytes, out=chosen.rows, blocks=chosen.blocks,
         )  # fmt: skip
 
@@ -243,11 +260,14 @@ class IndexerImpl:
                 counted = self._counted[: to.shape[1]]
                 to[...] = counted * (counted <= count[:, None]) - 1
 
-    def _scratch(self, rows: int, places: int, blocks: int = 0) -> list[Any]:
-        """Room for gathered keys and their scales, and for rows and blocks that padded decodes choose."""
+    def _scratch(self, rows: int, places: int, tokens: int, blocks: int = 0) -> list[Any]:
+        """Room for gathered keys and their scales, for chosen pools and counts, and for rows and blocks that padded
+        decodes choose."""
+        topk, pooled = self.config.index_topk, tokens if self.config.kpool > 1 else 0
         return self.workspace.get_simultaneous(
-            ((rows, D), UINT8), ((rows,), FLOAT32), ((places, self.config.topk), INT32), ((places, blocks), INT32)
-        )
+            ((rows, D), UINT8), ((rows,), FLOAT32), ((pooled, topk), INT32), ((pooled,), INT32),
+            ((places, topk), INT32), ((places, blocks), INT32),
+        )  # fmt: skip
 
     def _reserve(self, place: Place, heads: int, blocks: int) -> None:
         """Have the memory of the largest batch: the workspace, and what operations allocate, which the library keeps
@@ -256,7 +276,7 @@ class IndexerImpl:
         threshold = 1 + config.num_speculative_tokens
         places = config.max_num_seqs * threshold if threshold > 1 else 0
         rows = key_workspace_rows(config)
-        self._scratch(rows, places, blocks)
+        self._scratch(rows, places, config.max_num_batched_tokens, blocks)
         queries = min(config.max_num_batched_tokens, queries_at_once(rows, config.max_workspace_bytes))
         logits = place.empty((queries, max(rows, 1)), FLOAT32)
         padded = place.empty((places, heads, D + 4), UINT8)
@@ -271,7 +291,7 @@ class IndexerImpl:
             step = Step("metadata", requests, metadata.num_actual_tokens, 0, metadata.slot_mapping)
             step.require(
                 self.config, self.workspace.place, block_size=metadata.block_size, topk=metadata.topk_tokens,
-                compress_ratio=metadata.compress_ratio,
+                compress_ratio=metadata.compress_ratio, kpool=metadata.kpool,
             )  # fmt: skip
             self._checked = metadata
         if tokens != metadata.num_actual_tokens:

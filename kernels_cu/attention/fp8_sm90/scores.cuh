@@ -384,7 +384,7 @@ __device__ __forceinline__ void multiply_qk_plain(uint32_t row, int t, float (&s
 __device__ __forceinline__ void multiply_qk_e4m3(uint32_t rows, int lane, float (&s)[HEADS / 2]) {
     constexpr int STEPS = D_QK / 32, GROUP = 4;  // steps of k, and those of a line of Q
     const uint64_t q = q_operand();
-    const uint32_t from = rows + lane % 16 * STRIDE + lane / 16 * 16;
+    const uint32_t from = rows + row_offset(lane % 16) + lane / 16 * 16;
     uint32_t a[2][GROUP][4];
 #pragma unroll
     for (int first = 0; first < STEPS; first += GROUP) {
