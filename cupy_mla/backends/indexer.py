@@ -191,9 +191,7 @@ class IndexerImpl:
                 raise ValueError("candidate_block_buffer: expected the one of the layer that chooses blocks, got None")
             return None
         if self.config.kpool > 1:
-            raise ValueError(
-                f"candidate_block_buffer: keys of pools (kpool {self.config.kpool}) have no candidate blocks"
-            )
+            raise ValueError("candidate_block_buffer: keys of pools (config's kpool) have no candidate blocks")
         candidates = place.admit(describe("candidate_block_buffer", buffer)).require(INT32, "tokens", "C")
         count = candidates.require_writable().shape[1]
         if not self.config.topk <= BLOCK * count <= BLOCK * MAX_K:

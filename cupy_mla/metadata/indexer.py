@@ -266,7 +266,7 @@ class IndexerMetadataBuilder:
             seen=self._buffers.arrays["seen"][:tokens],
             req_id=self._buffers.arrays["req_id"][:tokens],
             block_table=self._buffers.arrays["block_table"][: batch.num_reqs],
-            short=bool(split.seen.max(initial=0) <= config.topk),
+            short=bool(split.seen.max(initial=0) <= config.index_topk),
         )
 
     def _split(self, batch: BatchMetadata) -> _Split:

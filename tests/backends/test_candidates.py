@@ -157,3 +157,7 @@ def test_errors(rng) -> None:
     ):
         with pytest.raises(error, match=message):
             impl.forward(**good, **given)
+    pooled = IndexerImpl(SparseMLAConfig(8, topk=12, kpool=4), Workspace(Place("numpy", -1)))
+    wide = np.zeros((5, 15), np.int32)
+    with pytest.raises(ValueError, match=r"candidate_block_buffer: keys of pools \(config's kpool\) have no candidate"):
+        pooled.forward(**{**good, "topk_indices_buffer": wide}, candidate_block_buffer=blocks)
