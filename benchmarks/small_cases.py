@@ -368,6 +368,36 @@ def logits_case(rng: np.random.Generator, heads: int, queries: int, kernel: str)
     os.environ.pop(LOGITS_VARIABLE)
 
 
+def mxfp4_case(rng: np.random.Generator, heads: int, queries: int, kernel: str) -> None:
+    """Logits over MXFP4 keys, and over candidate blocks of them and of FP8 keys: exact in any order of summation."""
+    os.environ[LOGITS_VARIABLE] = kernel
+    requests = 70
+    keys = rng.integers(-1, 2, (9 * 64, 4, 32)) * np.exp2(rng.integers(-2, 2, (9 * 64, 4, 1)))
+    caches = [np.zeros((9, 64, token_bytes), np.uint8) for token_bytes in (68, 132)]
+    for cache in caches:
+        cupy_mla.indexer_k_quant_and_cache(keys.reshape(-1, 128).astype(BF16), cache, np.arange(9 * 64), "ue8m0")
+    q8 = rng.integers(-1, 2, (requests, queries, heads, 128)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    w = rng.choice(np.array([-1, 0.5], np.float32), (requests * queries, heads))
+    table, lens = rng.integers(0, 9, (requests, 4), dtype=np.int32), rng.integers(0, 256, requests, dtype=np.int32)
+    name = f"h {heads} n {queries} {kernel}"
+    given = q8, caches[0], w, lens, table
+    ours = cupy_mla.paged_indexer_logits(*on_gpu(*given), 255)
+    compare(f"paged logits of MXFP4 {name}", ours, cupy_mla.paged_indexer_logits(*given, 255))
+    if queries == 1:
+        blocks = -(-lens // 8)
+        chosen = np.where(np.arange(9) < blocks[:, None], np.arange(9), -1).astype(np.int32)
+        chosen[:, -1] = np.where(blocks > 9, blocks - 1, chosen[:, -1])
+        for cache in caches:
+            given = q8[:, 0], cache, w, chosen, lens, np.arange(requests, dtype=np.int32), table
+            expected = cupy_mla.candidate_logits(*given)
+            compare(
+                f"logits of candidates {cache.shape[2]} {name}", cupy_mla.candidate_logits(*on_gpu(*given)), expected
+            )
+            ours = cupy_mla.select_candidate_rows(*on_gpu(*given), 40)
+            compare(f"rows of candidates {cache.shape[2]} {name}", ours, cupy_mla.select_candidate_rows(*given, 40))
+    os.environ.pop(LOGITS_VARIABLE)
+
+
 def topk_case(rng: np.random.Generator, rows: int, width: int) -> None:
     logits = np.maximum(rng.standard_normal((rows, width), np.float32), -0.3)
     starts = rng.integers(0, width // 8, rows, dtype=np.int32)
@@ -406,6 +436,10 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
             yield (
                 f"logits {kernel} h {heads} n {queries}",
                 partial(logits_case, heads=heads, queries=queries, kernel=kernel),
+            )
+            yield (
+                f"MXFP4 logits {kernel} h {heads} n {queries}",
+                partial(mxfp4_case, heads=heads, queries=queries, kernel=kernel),
             )
     yield "attention of ranks", merge_case
     yield "compress pools", compress_case
