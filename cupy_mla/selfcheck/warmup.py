@@ -84,7 +84,8 @@ def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
         name = logits.choose(gpu.capability, aligned, logits.asked_kernel()).kernel
         for kernel in modules[name].kernels():
             is_for = [kernel.defines.get(define) for define in ("PAGED", "ALIGNED", "COMPACT")]
-            if is_for == [paged, aligned, False]:
+            of_v41 = kernel.defines.get("MXFP4") or kernel.defines.get("CANDIDATES")
+            if is_for == [paged, aligned, False] and (config.model == "v41" or not of_v41):
                 found.append(kernel)
     return [kernel for kernel in found if kernel.suits(gpu.capability)]
 
