@@ -7,6 +7,7 @@ compute-sanitizer --tool memcheck python benchmarks/small_cases.py
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -387,14 +388,14 @@ def mxfp4_case(rng: np.random.Generator, heads: int, queries: int, kernel: str) 
         blocks = -(-lens // 8)
         chosen = np.where(np.arange(9) < blocks[:, None], np.arange(9), -1).astype(np.int32)
         chosen[:, -1] = np.where(blocks > 9, blocks - 1, chosen[:, -1])
-        for cache in caches:
+        for cache, many in itertools.product(caches, (False, True)):  # as if there were many units an SM
             given = q8[:, 0], cache, w, chosen, lens, np.arange(requests, dtype=np.int32), table
-            expected = cupy_mla.candidate_logits(*given)
-            compare(
-                f"logits of candidates {cache.shape[2]} {name}", cupy_mla.candidate_logits(*on_gpu(*given)), expected
-            )
+            with replaced(logits_sm90, **({"FEW_UNITS": 0} if many else {})):
+                ours = cupy_mla.candidate_logits(*on_gpu(*given))
+            of = f"candidates {cache.shape[2]} {name}{', many units' * many}"
+            compare(f"logits of {of}", ours, cupy_mla.candidate_logits(*given))
             ours = cupy_mla.select_candidate_rows(*on_gpu(*given), 40)
-            compare(f"rows of candidates {cache.shape[2]} {name}", ours, cupy_mla.select_candidate_rows(*given, 40))
+            compare(f"rows of {of}", ours, cupy_mla.select_candidate_rows(*given, 40))
     os.environ.pop(LOGITS_VARIABLE)
 
 
@@ -437,6 +438,7 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
                 f"logits {kernel} h {heads} n {queries}",
                 partial(logits_case, heads=heads, queries=queries, kernel=kernel),
             )
+        for heads, queries in (*LOGITS_SIZES, (32, 1)):
             yield (
                 f"MXFP4 logits {kernel} h {heads} n {queries}",
                 partial(mxfp4_case, heads=heads, queries=queries, kernel=kernel),

@@ -364,6 +364,7 @@ def quantize_q_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]
     plain = {"q": _rows(rng, tokens, 8, 128), "weights": _normal(rng, tokens, 8)}
     yield Call("without RoPE", plain)
     yield Call("mxfp4", {**plain, "scale_format": logits.MXFP4})
+    yield Call("mxfp4, unaligned rows", {**plain, "scale_format": logits.MXFP4}, unaligned=("q",))
 
 
 def quantize_q_mxfp4_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
