@@ -59,6 +59,7 @@ class Format:
     nope: int  # quantized values; 0 where nothing is
     tile: int
     token_bytes: int
+    scale: float | None = None  # of all rows, where a call brings it
 
     @property
     def quantized(self) -> bool:
@@ -73,14 +74,19 @@ BF16_576 = Format("bf16_576", 576, 0, 0, 1152)
 BF16_512 = Format("bf16_512", 512, 0, 0, 1024)
 V32 = Format("v32_fp8", 576, 512, 128, 656)
 V4 = Format("v4_fp8", 512, 448, 64, 584)
-FORMATS = (BF16_576, BF16_512, V32, V4)
+PLAIN_576 = Format("plain_fp8_576", 576, 576, 576, 576, scale=1.0)
+PLAIN_512 = Format("plain_fp8_512", 512, 512, 512, 512, scale=1.0)
+FORMATS = (BF16_576, BF16_512, V32, V4, PLAIN_576, PLAIN_512)
 
 
 def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray:
     """Token `t` of a block of `block_size` tokens, whose bytes are `block`, as float64 [d_qk]."""
     if not fmt.quantized:
         return bf16_values(block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)])
-    if fmt is V32:
+    if fmt.scale is not None:
+        codes, rope = block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)], b""
+        scales = np.array([np.float32(fmt.scale)], np.float64)
+    elif fmt is V32:
         token = block[656 * t : 656 * (t + 1)]
         codes, rope = token[:512], token[528:656]
         scales = np.frombuffer(token[512:528], "<f4").astype(np.float64)
@@ -100,6 +106,8 @@ def pack_row(fmt: Format, row: np.ndarray, scale_format: str = "fp32") -> tuple[
     """A bf16 row [d_qk] as (data bytes, scale bytes) of its token; V32's scales lie inside the data."""
     if not fmt.quantized:
         return row.tobytes(), b""
+    if fmt.scale is not None:
+        return e4m3_code(row.astype(np.float32) / np.float32(fmt.scale)).tobytes(), b""
     tiles, rope = row[: fmt.nope].astype(np.float32).reshape(-1, fmt.tile), row[fmt.nope :].tobytes()
     largest = np.where(np.isnan(tiles), 0, np.abs(tiles)).max(1)
     scales = np.array([_scale(fmt, amax, scale_format) for amax in largest], "<f4")

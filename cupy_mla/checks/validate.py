@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16, E4M3, INT64, UINT8
-from ..layouts import D_V, Layout
-from .options import require_integer
+from ..layouts import D_V, Layout, names
+from .options import require_choice, require_integer
 
 QUANTIZED = (UINT8, E4M3)
 
@@ -39,12 +40,22 @@ def require_slots(slots: Array, tokens: int) -> None:
         raise ValueError(f"{slots.name}: expected at most {tokens} slots, one a token, got {count}")
 
 
-def cache_layout(cache: Array, allowed: Sequence[Layout], others: Mapping[Layout, str] | None = None) -> Layout:
+def cache_layout(
+    cache: Array,
+    allowed: Sequence[Layout],
+    others: Mapping[Layout, str] | None = None,
+    *,
+    asked: Any = None,
+    asked_by: str = "layout",
+) -> Layout:
     """The layout of a cache array, told by its dtype and last axis.
 
     Args:
         others: the functions that do the same for other layouts, for the message.
+        asked: the layout's name, if the caller gives one, and by which argument.
     """
+    if asked is not None:
+        require_choice(asked_by, asked, names(allowed))
     last = cache.shape[-1] if cache.shape else 0
     found = [
         layout
@@ -52,6 +63,9 @@ def cache_layout(cache: Array, allowed: Sequence[Layout], others: Mapping[Layout
         if layout.last_axis == last and layout.quantized == (cache.dtype in QUANTIZED)
     ]
     if found and found[0] in allowed:
+        if asked is not None and asked not in found[0].names:
+            is_of = f"{found[0].name} of {found[0].d_qk}"
+            raise ValueError(f"{asked_by}: {asked!r} was asked for, {cache.name} is {is_of}")
         return found[0]
     hint = f"; {others[found[0]]} is for layout {found[0].name}" if others and found else ""
     wanted = ", ".join(

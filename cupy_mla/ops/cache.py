@@ -68,12 +68,8 @@ def concat_and_cache_mla(
         [[0, 5], [1, 0]]
     """
     require_choice("scale_format", scale_format, SCALE_FORMATS)
-    if layout is not None:
-        require_choice("layout", layout, layouts.names(LAYOUTS))
     place, (kv_c_, k_pe_, cache, slots) = bind(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
-    told = cache_layout(cache, LAYOUTS, WRITERS)
-    if layout is not None and layout not in told.names:
-        raise ValueError(f"layout: {layout!r} was asked for, kv_cache is {told.name} of {told.d_qk}")
+    told = cache_layout(cache, LAYOUTS, WRITERS, asked=layout)
     tokens = tokens_of(kv_c_).require(BFLOAT16, "T", D_V).shape[0]
     tokens_of(k_pe_).require(BFLOAT16, tokens, _rope_widths(told))
     _require_target(cache, told, slots, tokens)

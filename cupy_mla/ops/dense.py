@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import arrays, layouts
+from .. import arrays
 from ..arguments import DenseDecode
 from ..arrays import Array
 from ..bridges import bind
 from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_scale
-from ..checks.validate import cache_layout, require_cache, require_heads
+from ..checks.validate import require_cache, require_heads
 from ..checks.values import check_blocks, check_lengths
 from ..cuda.attention import dense as cuda
 from ..cuda.attention.divide import MAX_SPLITS
 from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..layouts import D_V
 from ..reference import dense as reference
-from ..typing import A, AnyArray, CallScale
-from .attention import HEAD_DIMS
+from ..typing import A, AnyArray, CacheLayout, CallScale
+from .attention import HEAD_DIMS, NO_DOOR, Door
 from .scales import require_q, scale_of_q, scale_of_rows
 
 __all__ = ["dense_decode"]
@@ -47,6 +47,7 @@ def dense_decode(
     batch_invariant: bool = False,
     q_scale: CallScale | None = None,
     k_scale: CallScale | None = None,
+    layout: CacheLayout | None = None,
 ) -> tuple[A, A]:
     """Attention of query tokens over all rows of their requests in a paged KV cache, split-KV.
 
@@ -96,6 +97,7 @@ def dense_decode(
             a request do not depend on what else is in the batch.
         q_scale: of an e4m3 q: a positive number, or [1] or [] float32 on the device; default 1.
         k_scale: the same of PLAIN_FP8 rows.
+        layout: the name of the cache's layout, as of `empty_cache`; default: told by `k_cache`.
 
     Returns:
         out [b, s_q, h_q, 512] bfloat16 and lse [b, h_q, s_q] float32 (natural logarithm).
@@ -123,7 +125,7 @@ def dense_decode(
     """
     scale = require_scale("sm_scale", sm_scale)
     given = Given(q, k_cache, block_table, seq_lens, attn_sink, out, lse, q_scale, k_scale)
-    return decode(given, scale, Sees(causal, window), num_splits, batch_invariant)
+    return decode(given, scale, Sees(causal, window), num_splits, batch_invariant, Door(layout=layout))
 
 
 class Given(NamedTuple):
@@ -153,22 +155,19 @@ def decode(
     sees: Sees,
     num_splits: int | None,
     batch_invariant: bool = False,
-    is_fp8_kvcache: bool | None = None,
-    lengths_name: str = "seq_lens",
+    door: Door = NO_DOOR,
 ) -> tuple[Any, Any]:
     """What `dense_decode` does, for the front doors.
 
     Args:
         scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
-        is_fp8_kvcache: must agree with `k_cache` where it is given.
-        lengths_name: what the front door calls `seq_lens`.
     """
     q, k_cache, block_table, seq_lens, attn_sink, out, lse, q_scale, k_scale = given
     place, (q_, cache, table, lens) = bind(
-        **{"q": q, "k_cache": k_cache, "block_table": block_table, lengths_name: seq_lens}
+        **{"q": q, "k_cache": k_cache, "block_table": block_table, door.name("seq_lens"): seq_lens}
     )
     sink, out_, lse_ = place.optional(attn_sink=attn_sink, out=out, lse=lse)
-    layout = cache_layout(cache, layouts.ATTENTION_LAYOUTS)
+    layout = door.layout_of(cache)
     b, s_q, h_q, d_qk = require_q(q_, layout, "b", "s_q", "h_q", HEAD_DIMS).shape
     require_heads(h_q)
     if layout.d_qk != d_qk:
@@ -178,11 +177,10 @@ def decode(
     lens.require(INT32, b)
     if sink is not None:
         sink.require(FLOAT32, h_q)
-    q_scale, k_scale = scale_of_q(place, q_, q_scale), scale_of_rows(place, layout, k_scale)
+    q_scale = scale_of_q(place, q_, q_scale, door.name("q_scale"))
+    k_scale = scale_of_rows(place, layout, k_scale, door.name("k_scale"))
     if out_ is not None:
         out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
-    if is_fp8_kvcache is not None and is_fp8_kvcache != layout.quantized:
-        raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {layout.name}")
     causal = require_bool("causal", sees.causal)
     window = 0 if sees.window is None else require_integer("window", sees.window, 1)
     batch_invariant = require_bool("batch_invariant", batch_invariant)

@@ -96,6 +96,10 @@ class Operation:
         annotation = self.parameters[parameter].annotation
         return any(kind in (A, AnyArray) for kind in (annotation, *get_args(annotation)))
 
+    def is_scale(self, parameter: str) -> bool:
+        """Whether an array may be a number instead."""
+        return self.is_array(parameter) and float in get_args(self.parameters[parameter].annotation)
+
     def is_optional(self, parameter: str) -> bool:
         """Whether an array may be None."""
         return parameter in self.optional or self.parameters[parameter].default is None
@@ -184,7 +188,7 @@ TABLE = (
     Operation(
         cache.unpack_rows,
         examples.unpacking_calls,
-        results=(Result("out", lambda cache, slots: (slots.shape[0], _width_of(cache)), FLOAT32),),
+        results=(Result("out", lambda cache, slots, **_: (slots.shape[0], _width_of(cache)), FLOAT32),),
     ),
     Operation(indexer.indexer_k_quant_and_cache, examples.indexer_packing_calls, written=("kv_cache",)),
     Operation(indexer.cp_gather_indexer_k_quant_cache, examples.indexer_gather_calls, written=("dst_k", "dst_scale")),

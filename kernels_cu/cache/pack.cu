@@ -58,8 +58,8 @@ __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<
                                             const Vec16& second) {
     const float scale = load_call_scale(p.k_scale);
     uint8_t* row = p.cache + to.data + threadIdx.x % 32 * CHUNK;
-    *reinterpret_cast<Vec8*>(row) = quantize_8(first, scale);
-    *reinterpret_cast<Vec8*>(row + 32 * CHUNK) = quantize_8(second, scale);
+    *reinterpret_cast<Vec8*>(row) = quantize_8<true>(first, scale);
+    *reinterpret_cast<Vec8*>(row + 32 * CHUNK) = quantize_8<true>(second, scale);
 }
 
 #else
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1) pack(cons
     const int64_t rope_to = __shfl_sync(~0u, mine.data, rope_row);
     if (ROPE_CODED && rope_to >= 0) {
         *reinterpret_cast<Vec8*>(p.cache + rope_to + D_V + rope_chunk * CHUNK) =
-            quantize_8(rope, load_call_scale(p.k_scale));
+            quantize_8<true>(rope, load_call_scale(p.k_scale));
     } else if (ROPE_APART && rope_to >= 0) {
         store_chunk(reinterpret_cast<bf16*>(p.cache + rope_to + ROPE_OFFSET) + rope_chunk * CHUNK, rope, ALIGNED);
     }
