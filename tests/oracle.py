@@ -60,6 +60,7 @@ class Format:
     tile: int
     token_bytes: int
     scale: float | None = None  # of all rows, where a call brings it
+    dtype: np.dtype = BF16  # of values that are not quantized
 
     @property
     def quantized(self) -> bool:
@@ -76,13 +77,17 @@ V32 = Format("v32_fp8", 576, 512, 128, 656)
 V4 = Format("v4_fp8", 512, 448, 64, 584)
 PLAIN_576 = Format("plain_fp8_576", 576, 576, 576, 576, scale=1.0)
 PLAIN_512 = Format("plain_fp8_512", 512, 512, 512, 512, scale=1.0)
+FP16_576 = Format("fp16_576", 576, 0, 0, 1152, dtype=np.dtype(np.float16))
+FP16_512 = Format("fp16_512", 512, 0, 0, 1024, dtype=np.dtype(np.float16))
 FORMATS = (BF16_576, BF16_512, V32, V4, PLAIN_576, PLAIN_512)
+DENSE_FORMATS = (*FORMATS, FP16_576, FP16_512)
 
 
 def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray:
     """Token `t` of a block of `block_size` tokens, whose bytes are `block`, as float64 [d_qk]."""
     if not fmt.quantized:
-        return bf16_values(block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)])
+        row = block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)]
+        return bf16_values(row) if fmt.dtype == BF16 else np.frombuffer(row, fmt.dtype).astype(np.float64)
     if fmt.scale is not None:
         codes, rope = block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)], b""
         scales = np.array([np.float32(fmt.scale)], np.float64)
@@ -105,7 +110,7 @@ def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray
 def pack_row(fmt: Format, row: np.ndarray, scale_format: str = "fp32") -> tuple[bytes, bytes]:
     """A bf16 row [d_qk] as (data bytes, scale bytes) of its token; V32's scales lie inside the data."""
     if not fmt.quantized:
-        return row.tobytes(), b""
+        return row.astype(fmt.dtype).tobytes(), b""
     if fmt.scale is not None:
         return e4m3_code(row.astype(np.float32) / np.float32(fmt.scale)).tobytes(), b""
     tiles, rope = row[: fmt.nope].astype(np.float32).reshape(-1, fmt.tile), row[fmt.nope :].tobytes()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays import Array
-from ..dtypes import BFLOAT16, E4M3, INT64, UINT8
+from ..dtypes import E4M3, INT64, UINT8
 from ..layouts import D_V, Layout, names
 from .options import require_choice, require_integer
 
@@ -62,6 +62,7 @@ def cache_layout(
         for layout in (*allowed, *(others or ()))
         if layout.last_axis == last and layout.quantized == (cache.dtype in QUANTIZED)
     ]
+    found = [layout for layout in found if layout.quantized or layout.dtype == cache.dtype] or found
     if found and found[0] in allowed:
         if asked is not None and asked not in found[0].names:
             is_of = f"{found[0].name} of {found[0].d_qk}"
@@ -69,7 +70,7 @@ def cache_layout(
         return found[0]
     hint = f"; {others[found[0]]} is for layout {found[0].name}" if others and found else ""
     wanted = ", ".join(
-        f"{'uint8 or float8_e4m3fn' if a.quantized else 'bfloat16'} [..., {a.last_axis}]" for a in allowed
+        f"{'uint8 or float8_e4m3fn' if a.quantized else a.dtype.name} [..., {a.last_axis}]" for a in allowed
     )
     raise ValueError(
         f"{cache.name}: expected a paged cache ({wanted}), got {cache.dtype.name} {list(cache.shape)}{hint}"
@@ -90,7 +91,7 @@ def require_cache(cache: Array, layout: Layout, alignment: int = ALIGNMENT) -> A
     """
     if len(cache.shape) == 4:
         cache.without_axis(2)
-    cache.require(QUANTIZED if layout.quantized else BFLOAT16, "num_blocks", "block_size", layout.last_axis)
+    cache.require(QUANTIZED if layout.quantized else layout.dtype, "num_blocks", "block_size", layout.last_axis)
     num_blocks, block_size, _ = cache.shape
     if block_size < 1:
         raise ValueError(f"{cache.name}: expected block_size >= 1, got shape {list(cache.shape)}")

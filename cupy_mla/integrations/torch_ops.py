@@ -44,7 +44,6 @@ class TorchOperation:
         self._operation = operation
         self._function = partial(operation.writer or operation.function, **{setting: True} if setting else {})
         self._results = {result.name: result for result in operation.results if result.setting in ("", setting)}
-        self._dtypes = {name: getattr(torch, result.dtype.name) for name, result in self._results.items()}
         settings = {result.setting for result in operation.results}
         self._names = tuple(name for name in operation.parameters if name not in settings)
         self._given = tuple(name for name in self._results if name in operation.parameters)
@@ -78,7 +77,9 @@ class TorchOperation:
 
     def _make(self, result: str, arguments: dict[str, Any]) -> torch.Tensor:
         """One of the results, uninitialised, where the arguments lie."""
-        return arguments[self._like].new_empty(self._results[result].shape(**arguments), dtype=self._dtypes[result])
+        of = self._results[result]
+        dtype = getattr(torch, of.dtype_of(**arguments).name)
+        return arguments[self._like].new_empty(of.shape(**arguments), dtype=dtype)
 
     def _register(self, name: str, given: tuple[str, ...]) -> Callable[..., Any]:
         """The custom op that takes the given results and allocates the others."""

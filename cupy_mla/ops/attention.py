@@ -7,7 +7,7 @@ Source: DeepSeek-V3.2 (DeepSeek Sparse Attention); the functions' contracts are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -311,9 +311,9 @@ class Door(NamedTuple):
         """What it calls an argument."""
         return self.names.get(argument, argument)
 
-    def layout_of(self, cache: Array) -> layouts.Layout:
+    def layout_of(self, cache: Array, among: Sequence[layouts.Layout] = layouts.ATTENTION_LAYOUTS) -> layouts.Layout:
         """The layout of `k_cache`, which must agree with what is said of it."""
-        layout = cache_layout(cache, layouts.ATTENTION_LAYOUTS, asked=self.layout, asked_by=self.name("layout"))
+        layout = cache_layout(cache, among, asked=self.layout, asked_by=self.name("layout"))
         if self.is_fp8_kvcache is not None and self.is_fp8_kvcache != layout.quantized:
             raise ValueError(f"is_fp8_kvcache is {self.is_fp8_kvcache}, but k_cache has the layout {layout.name}")
         return layout

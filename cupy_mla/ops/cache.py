@@ -15,7 +15,7 @@ from ..cuda import cache as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, INT64
 from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_FP8
 from ..reference import cache as reference
-from ..typing import A, AnyArray, CacheLayout, CallScale, ScaleFormat, WritableLayout
+from ..typing import A, AnyArray, CallScale, DenseLayout, ScaleFormat, WritableLayout
 from .scales import scale_of_rows
 
 __all__ = ["concat_and_cache_mla", "empty_cache", "quantize_and_insert_k_cache", "unpack_rows"]
@@ -151,7 +151,7 @@ def unpack_rows(cache: A, slots: AnyArray, *, out: A | None = None, k_scale: Cal
 
 
 def empty_cache(
-    layout: CacheLayout | Literal["indexer_fp8"] | layouts.Layout,
+    layout: DenseLayout | Literal["indexer_fp8"] | layouts.Layout,
     num_blocks: int,
     block_size: int,
     place: tuple[str, int] = ("numpy", HOST),
@@ -165,15 +165,15 @@ def empty_cache(
 
     Args:
         layout: one of `cupy_mla.layouts`, or its name: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla"), "v4_fp8", "plain_fp8"
-            (vLLM: "fp8", "fp8_e4m3"), and "indexer_fp8" for keys of the indexer.
+            (vLLM: "fp8", "fp8_e4m3"), "fp16", and "indexer_fp8" for keys of the indexer.
         num_blocks: blocks of the cache.
         block_size: rows a block: tokens, or of a compressed cache `block_size // compress_ratio` of its config.
         place: where it lives: (kind of array, device), for instance ("torch", 0); `Place.of(array)` gives that of an
             array.
-        d_qk: width of rows in layouts "bf16" and "plain_fp8": 576, or 512 of models without RoPE.
+        d_qk: width of rows in layouts "bf16", "fp16" and "plain_fp8": 576, or 512 of models without RoPE.
 
     Returns:
-        [num_blocks, block_size, last axis] bfloat16, or uint8 of FP8 layouts.
+        [num_blocks, block_size, last axis] bfloat16, float16, or uint8 of FP8 layouts.
 
     Raises:
         TypeError, ValueError: there is no such layout or place, or a number is none or too small.

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import layouts
 from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32
-from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8, Layout
+from ..layouts import ATTENTION_LAYOUTS, D_V, DENSE_LAYOUTS, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8, Layout
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
 from ..reference import logits as reference_logits
@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
             (`cupy_mla.set_checks`) refuse.
     """
 
-    layouts: tuple[Layout, ...] = ATTENTION_LAYOUTS
+    layouts: tuple[Layout, ...] = DENSE_LAYOUTS
     many: int = 4
     strays: bool = False
 
@@ -75,6 +75,8 @@ FORMATS = (
     Format(layouts.BF16_576),
     Format(layouts.BF16_512),
     Format(layouts.PLAIN_FP8_512),
+    Format(layouts.FP16_576),
+    Format(layouts.FP16_512),
 )
 
 
@@ -231,14 +233,14 @@ def dense_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     """Few requests and many, of all lengths that their blocks hold, short and long. With strays some lengths are
     negative or longer, and some blocks do not exist."""
     every = True
-    for layout, _, _ in _formats(wanted):
+    for layout, _, _ in _formats(wanted, DENSE_LAYOUTS):
         of_layout, cache_ = f"{layout.name} of {layout.d_qk}", _full_cache(rng, layout)
         for heads, b, s_q in ((16, 3, 2), (64, 2, 1), (128, 2, 3), (8, wanted.many, 1), (32, wanted.many // 2, 4)):
             width = 1 if s_q == 4 else 5
             first, end = (-1, BLOCKS + 1) if wanted.strays else (0, BLOCKS)
             most, stray = width * BLOCK_SIZE, 3 * wanted.strays
             arguments = {
-                "q": _normal(rng, b, s_q, heads, layout.d_qk, size=10), "k_cache": cache_,
+                "q": _normal(rng, b, s_q, heads, layout.d_qk, size=10).astype(layout.values), "k_cache": cache_,
                 "block_table": rng.integers(first, end, (b, width), dtype=np.int32),
                 "seq_lens": rng.integers(-stray, most + 1 + stray, b, dtype=np.int32),
                 "sm_scale": SM_SCALES[layout.d_qk], **_call_scale(layout),

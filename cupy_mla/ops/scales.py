@@ -15,8 +15,9 @@ Scale = Array | float
 
 
 def require_q(q: Array, layout: Layout, *shape: int | str | tuple[int, ...]) -> Array:
-    """Check queries over rows of a layout: bfloat16, or e4m3 where a call brings the rows' scale; returns them."""
-    return q.require((BFLOAT16, *QUANTIZED) if layout.scale_of_call else BFLOAT16, *shape)
+    """Check queries over rows of a layout: what results are of, or e4m3 where a call brings the rows' scale; returns
+    them."""
+    return q.require((BFLOAT16, *QUANTIZED) if layout.scale_of_call else layout.values, *shape)
 
 
 def scale_of_q(place: Place, q: Array, q_scale: Any, name: str = "q_scale") -> Scale:
@@ -27,8 +28,8 @@ def scale_of_q(place: Place, q: Array, q_scale: Any, name: str = "q_scale") -> S
     """
     if q_scale is None:
         return 1.0
-    if q.dtype == BFLOAT16:
-        raise ValueError(f"{name} was given, but q is bfloat16: it is for float8_e4m3fn")
+    if q.dtype not in QUANTIZED:
+        raise ValueError(f"{name} was given, but q is {q.dtype.name}: it is for float8_e4m3fn")
     return _checked(place, name, q_scale)
 
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from ..bridges import to_numpy
-from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64
+from ..bridges import as_dtype, to_numpy
+from ..dtypes import BFLOAT16, E4M3, FLOAT16, FLOAT32, INT32, INT64
 from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8, Layout
 from ..typing import A, AnyArray
 from . import (
@@ -48,12 +48,18 @@ class Result(NamedTuple):
     Attributes:
         shape: its shape, a function of the operation's arguments by name.
         setting: the bool setting without which it is not returned; "" when it always is.
+        half: the array that makes it float16 when it is float16; "": none does.
     """
 
     name: str
     shape: Callable[..., tuple[int, ...]]
     dtype: np.dtype
     setting: str = ""
+    half: str = ""
+
+    def dtype_of(self, **arguments: Any) -> np.dtype:
+        """Its dtype in a call with these arguments."""
+        return FLOAT16 if self.half and as_dtype(arguments[self.half].dtype) == FLOAT16 else self.dtype
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ TABLE = (
         dense.dense_decode,
         examples.dense_calls,
         results=(
-            Result("out", lambda q, **_: (*q.shape[:3], D_V), BFLOAT16),
+            Result("out", lambda q, **_: (*q.shape[:3], D_V), BFLOAT16, half="q"),
             Result("lse", lambda q, **_: (q.shape[0], q.shape[2], q.shape[1]), FLOAT32),
         ),
         exact=False,

@@ -94,7 +94,8 @@ def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
     """The kernels for Hopper of dense decode: which of them serves a call depends on its requests and on the table."""
     if layout.quantized:
         return []
-    of_rows = [kernel for module in DENSE for kernel in module.kernels() if kernel.defines["D_QK"] == layout.d_qk]
+    mine = layout.defines().items()
+    of_rows = [kernel for module in DENSE for kernel in module.kernels() if mine <= kernel.defines.items()]
     return [kernel for kernel in (*of_rows, dense_combine.kernel()) if kernel.suits(gpu.capability)]
 
 

@@ -58,7 +58,7 @@ def test_results(rng, operation: Operation) -> None:
         arrays = [value for value in arguments.values() if isinstance(value, np.ndarray)]
         made = [r for r in returned if r is not None and not any(np.shares_memory(r, a) for a in arrays)]
         expected = [r for r in operation.results if not r.setting or arguments.get(r.setting)]
-        assert [(a.shape, a.dtype) for a in made] == [(r.shape(**arguments), r.dtype) for r in expected]
+        assert [(a.shape, a.dtype) for a in made] == [(r.shape(**arguments), r.dtype_of(**arguments)) for r in expected]
 
 
 @every_operation

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 
-from ....layouts import BF16_576
+from ....layouts import BF16_576, FP16_576
 from ... import structs
 from ...kernel import Kernel
 from ...program import Launch
@@ -17,10 +17,10 @@ SPILL_BYTES = 4  # once a line
 MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
 
 
-@lru_cache(maxsize=1)
-def kernel() -> Kernel:
-    """The kernel; it does not depend on the width of rows."""
-    defines = {**bf16_sm90.defines(BF16_576), "MOST_SHARES": MOST_SHARES, "UNEVEN_ITEM_COST": 0}
+@cache
+def kernel(half: bool = False) -> Kernel:
+    """The kernel for results in bfloat16, or float16; it does not depend on the width of rows."""
+    defines = {**bf16_sm90.defines(FP16_576 if half else BF16_576), "MOST_SHARES": MOST_SHARES, "UNEVEN_ITEM_COST": 0}
     return Kernel(
         "attention/dense_combine.cu", structs.DENSE, defines, archs=("90a",), target="90a", overlaps=True,
         spill_bytes=SPILL_BYTES,
@@ -30,8 +30,9 @@ def kernel() -> Kernel:
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     yield kernel()
+    yield kernel(half=True)
 
 
-def launch(params: Packed, lines: int, sms: int) -> Launch:
+def launch(params: Packed, lines: int, sms: int, half: bool) -> Launch:
     """The launch behind one that may have left partial results of so many lines."""
-    return Launch(kernel(), (min(CTAS * sms, lines), 1, 1), params)
+    return Launch(kernel(half), (min(CTAS * sms, lines), 1, 1), params)
