@@ -76,8 +76,9 @@ class SparseMLAConfig:
         require_choice("model", self.model, ("v32", "v4"))
         if self.is_v4 and self.d_qk != 512:
             raise ValueError(f"d_qk of a V4 model must be 512, got {self.d_qk}")
-        if self.layout.scale_of_call:
-            raise ValueError(f"cache_layout: layers have no {self.cache_layout!r}, whose scale each call brings")
+        if self.layout.scale_of_call or not self.layout.told:
+            why = "whose scale each call brings" if self.layout.scale_of_call else "which each call must name"
+            raise ValueError(f"cache_layout: layers have no {self.cache_layout!r}, {why}")
         if self.layout.quantized and self.layout.of_v4 != self.is_v4:
             raise ValueError(f"cache_layout: models of kind {self.model!r} have no caches {self.cache_layout!r}")
         if self.compress_ratio not in (1, 4, 128):

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from . import oracle
-from .cases import queries, sinks
-from .dense import Requests, check_dense, in_cache, off_zero, run_dense, some_view
+from .cases import sinks
+from .dense import Requests, check_dense, dense_queries, in_cache, off_zero, run_dense, some_view
 from .kinds import gapped
 
-FORMATS = (oracle.BF16_576, oracle.BF16_512)
+FORMATS = (oracle.BF16_576, oracle.BF16_512, oracle.FP16_576, oracle.FP16_512)
 
 
 def some_lengths(rng: np.random.Generator, b: int) -> np.ndarray:
@@ -23,16 +23,16 @@ def some_lengths(rng: np.random.Generator, b: int) -> np.ndarray:
 
 def some_requests(kind: Any, rng: np.random.Generator, b: int, heads: int, **options: Any) -> None:
     """Lengths, tokens, heads, views and strides as they come."""
-    fmt, block_size = FORMATS[rng.integers(2)], int(rng.choice([1, 16, 48, 64, 128, 256]))
+    fmt, block_size = FORMATS[rng.integers(len(FORMATS))], int(rng.choice([1, 16, 48, 64, 128, 256]))
     s_q, h_q = int(rng.choice([1, 2, 5])), int(rng.integers(1, heads + 1))
     of = in_cache(rng, fmt, some_lengths(rng, b), block_size, s_q, some_view(rng), gap=8 * int(rng.integers(3)))
-    q = off_zero(fmt, gapped(queries(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, 8), of)
+    q = off_zero(fmt, gapped(dense_queries(rng, fmt, b, s_q, h_q), 0, 0, 1, 8), of)
     check_dense(kind, fmt, q, of, sink=sinks(rng, h_q), out_gaps=(0, 1, 2, 8), **options)
 
 
 def blocks_that_are_not_there(kind: Any, rng: np.random.Generator, b: int) -> None:
     """Some are strays, whole tiles of them; the table is too narrow for some requests; a length is negative."""
-    fmt, lens = FORMATS[rng.integers(2)], [300, 200, 400, 64, 90][:b]
+    fmt, lens = FORMATS[rng.integers(len(FORMATS))], [300, 200, 400, 64, 90][:b]
     of = in_cache(rng, fmt, lens, 16, 3, some_view(rng))
     strays = np.where(rng.random(of.table.shape) < 0.3, of.cache.shape[0] + rng.integers(0, 9), of.table)
     of.table = strays.astype(np.int32)
@@ -40,15 +40,15 @@ def blocks_that_are_not_there(kind: Any, rng: np.random.Generator, b: int) -> No
     of.table[1, :] = -(2**31)
     of.table = of.table[:, :20]
     of.lens[-1] = -5
-    out, _ = check_dense(kind, fmt, off_zero(fmt, queries(rng, b, 3, 20, fmt.d_qk), of), of)
+    out, _ = check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, b, 3, 20), of), of)
     assert not out[[1, b - 1]].astype(np.float32).any()
 
 
 def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int) -> None:
     """Nothing of a call stays from the one before: lengths are those that then lie in the arrays."""
-    fmt = FORMATS[rng.integers(2)]
+    fmt = FORMATS[rng.integers(len(FORMATS))]
     of = in_cache(rng, fmt, some_lengths(rng, b), 64, 2)
-    q, longest = queries(rng, b, 2, 16, fmt.d_qk), of.lens
+    q, longest = dense_queries(rng, fmt, b, 2, 16), of.lens
     for _ in range(3):
         check_dense(kind, fmt, off_zero(fmt, q, of), of)
         of.lens = rng.integers(0, longest + 1, dtype=np.int32)
@@ -56,8 +56,8 @@ def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int)
 
 def bits_of_a_request(kind: Any, rng: np.random.Generator, b: int) -> None:
     """They depend on nothing else in the batch, nor on the table's width, where a call asks for that."""
-    fmt, h_q = FORMATS[rng.integers(2)], int(rng.choice([3, 16]))  # few lines alone, more than CTAs with all
-    of, q = in_cache(rng, fmt, some_lengths(rng, b), 64, 2), queries(rng, b, 2, h_q, fmt.d_qk)
+    fmt, h_q = FORMATS[rng.integers(len(FORMATS))], int(rng.choice([3, 16]))  # few lines alone, more than CTAs with all
+    of, q = in_cache(rng, fmt, some_lengths(rng, b), 64, 2), dense_queries(rng, fmt, b, 2, h_q)
     out, lse = run_dense(kind, q, of, batch_invariant=True)
     r = int(rng.integers(b))
     table = np.pad(of.table[r : r + 1], ((0, 0), (0, int(rng.integers(200)))), constant_values=-1)

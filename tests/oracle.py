@@ -79,6 +79,7 @@ PLAIN_576 = Format("plain_fp8_576", 576, 576, 576, 576, scale=1.0)
 PLAIN_512 = Format("plain_fp8_512", 512, 512, 512, 512, scale=1.0)
 FP16_576 = Format("fp16_576", 576, 0, 0, 1152, dtype=np.dtype(np.float16))
 FP16_512 = Format("fp16_512", 512, 0, 0, 1024, dtype=np.dtype(np.float16))
+V32_NOPE = Format("v32_nope_fp8", 512, 512, 128, 528)
 FORMATS = (BF16_576, BF16_512, V32, V4, PLAIN_576, PLAIN_512)
 DENSE_FORMATS = (*FORMATS, FP16_576, FP16_512)
 
@@ -91,9 +92,9 @@ def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray
     if fmt.scale is not None:
         codes, rope = block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)], b""
         scales = np.array([np.float32(fmt.scale)], np.float64)
-    elif fmt is V32:
-        token = block[656 * t : 656 * (t + 1)]
-        codes, rope = token[:512], token[528:656]
+    elif fmt in (V32, V32_NOPE):
+        token = block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)]
+        codes, rope = token[:512], token[528:]
         scales = np.frombuffer(token[512:528], "<f4").astype(np.float64)
     else:
         token = block[576 * t : 576 * (t + 1)]
@@ -103,6 +104,7 @@ def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray
     row = np.empty(fmt.d_qk)
     with np.errstate(invalid="ignore"):  # 0 * inf
         row[: fmt.nope] = E4M3[np.frombuffer(codes, np.uint8)] * np.repeat(scales, fmt.tile)
+    row[: fmt.nope][np.repeat(scales, fmt.tile) == 0] = 0  # whatever is stored under a scale of 0
     row[fmt.nope :] = bf16_values(rope)
     return row
 
@@ -117,7 +119,7 @@ def pack_row(fmt: Format, row: np.ndarray, scale_format: str = "fp32") -> tuple[
     largest = np.where(np.isnan(tiles), 0, np.abs(tiles)).max(1)
     scales = np.array([_scale(fmt, amax, scale_format) for amax in largest], "<f4")
     codes = e4m3_code(tiles / scales[:, None]).tobytes()
-    if fmt is V32:
+    if fmt in (V32, V32_NOPE):
         return codes + scales.tobytes() + rope, b""
     exponents = bytes(min(max(round(math.log2(s)) + 127, 0), 255) for s in scales)
     return codes + rope, exponents + b"\0"

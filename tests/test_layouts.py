@@ -20,6 +20,7 @@ from cupy_mla.layouts import (
     PLAIN_FP8_576,
     V4_FP8,
     V32_FP8,
+    V32_NOPE_FP8,
 )
 from cupy_mla.ops import cache as ops_cache
 
@@ -36,6 +37,7 @@ every_layout = pytest.mark.parametrize("layout", ALL, ids=lambda layout: f"{layo
         (V4_FP8, 512, 448, 584, 576, 448, 7, -1),
         (PLAIN_FP8_576, 576, 576, 576, 576, 576, 0, 0),
         (PLAIN_FP8_512, 512, 512, 512, 512, 512, 0, 0),
+        (V32_NOPE_FP8, 512, 512, 528, 528, 528, 4, 512),
         (INDEXER_FP8, 128, 128, 132, 128, 128, 1, -1),
     ],
 )
@@ -87,7 +89,9 @@ def test_defines(layout):
 
 
 def test_layouts_are_told_by_dtype_and_last_axis():
-    assert len({(layout.dtype, layout.last_axis) for layout in ATTENTION_LAYOUTS}) == len(ATTENTION_LAYOUTS)
+    """But for those that must be named."""
+    told = [layout for layout in layouts.DENSE_LAYOUTS if layout.told]
+    assert len({(layout.dtype, layout.last_axis) for layout in told}) == len(told)
 
 
 def test_names_for_type_checkers():
@@ -113,8 +117,8 @@ def test_others_by_name():
         assert layouts.by_name(layout.name) is layout
         assert layouts.by_name(layout) is layout
     assert layouts.by_name("fp8_ds_mla") is V32_FP8
-    with pytest.raises(ValueError, match=r"layout must be one of.*'fp16'"):
-        layouts.by_name("fp16")
+    with pytest.raises(ValueError, match=r"layout must be one of.*'fp32'"):
+        layouts.by_name("fp32")
 
 
 def test_layouts_are_frozen():

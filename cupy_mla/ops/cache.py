@@ -15,7 +15,7 @@ from ..cuda import cache as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, INT64
 from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_FP8
 from ..reference import cache as reference
-from ..typing import A, AnyArray, CallScale, DenseLayout, ScaleFormat, WritableLayout
+from ..typing import A, AnyArray, CacheLayout, CallScale, DenseLayout, ScaleFormat, WritableLayout
 from .scales import scale_of_rows
 
 __all__ = ["concat_and_cache_mla", "empty_cache", "quantize_and_insert_k_cache", "unpack_rows"]
@@ -50,7 +50,8 @@ def concat_and_cache_mla(
         slot_mapping: [T'] int64 with T' <= T (a padded batch: its length counts). A token whose slot is negative is
             skipped; a slot beyond the cache is never written.
         layout: "bf16" ("bfloat16", "auto"), "v32_fp8" (vLLM: "fp8_ds_mla") or "plain_fp8" (vLLM: "fp8", "fp8_e4m3");
-            default: told by `kv_cache`.
+            default: told by `kv_cache`. "v32_nope_fp8", [num_blocks, block_size, (1,) 528] uint8 / float8_e4m3fn of
+            models without RoPE, must be named.
         scale_format: "fp32" (`max(amax / 448, FLT_MIN)`, what vLLM writes) or "ue8m0" (rounded up to a power of
             two); only V32_FP8 has scales.
         k_scale: of PLAIN_FP8, whose values are `e4m3(x / k_scale)`, rounded to nearest even and saturated at 448: a
@@ -111,7 +112,14 @@ def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: An
 
 
 @operation
-def unpack_rows(cache: A, slots: AnyArray, *, out: A | None = None, k_scale: CallScale | None = None) -> A:
+def unpack_rows(
+    cache: A,
+    slots: AnyArray,
+    *,
+    out: A | None = None,
+    k_scale: CallScale | None = None,
+    layout: CacheLayout | None = None,
+) -> A:
     """Rows of a paged cache of any layout as numbers: what attention, or the indexer, sees in them.
 
     Args:
@@ -121,6 +129,7 @@ def unpack_rows(cache: A, slots: AnyArray, *, out: A | None = None, k_scale: Cal
         slots: [n] int32 or int64. The row of a slot that is negative or beyond the cache is zeros.
         out: [n, d_qk] float32, written in place when given.
         k_scale: of PLAIN_FP8, as of `concat_and_cache_mla`.
+        layout: its name, as of `empty_cache`; default: told by `cache`.
 
     Returns:
         [n, d_qk] float32: 576 or 512 values, of keys of the indexer 128; `float(e4m3) * scale` where they are
@@ -139,14 +148,14 @@ def unpack_rows(cache: A, slots: AnyArray, *, out: A | None = None, k_scale: Cal
     """
     place, (cache_, slots_) = bind(cache=cache, slots=slots)
     (out_,) = place.optional(out=out)
-    layout = cache_layout(cache_, (*ATTENTION_LAYOUTS, INDEXER_FP8))
-    require_cache(cache_, layout, INDEXER_ALIGNMENT if layout is INDEXER_FP8 else ALIGNMENT)
+    told = cache_layout(cache_, (*ATTENTION_LAYOUTS, INDEXER_FP8), asked=layout)
+    require_cache(cache_, told, INDEXER_ALIGNMENT if told is INDEXER_FP8 else ALIGNMENT)
     (count,) = slots_.require((INT32, INT64), "n").shape
-    out_ = place.output("out", out_, (count, layout.d_qk), FLOAT32)
+    out_ = place.output("out", out_, (count, told.d_qk), FLOAT32)
     if arrays.CHECK_VALUES:
         check_slots(slots_, cache_, written=False)
-    scale = scale_of_rows(place, layout, k_scale)
-    place.call(cuda.unpack_rows, reference.unpack_rows, layout, cache_, slots_, scale, out_)
+    scale = scale_of_rows(place, told, k_scale)
+    place.call(cuda.unpack_rows, reference.unpack_rows, told, cache_, slots_, scale, out_)
     return out_.obj
 
 
@@ -165,7 +174,7 @@ def empty_cache(
 
     Args:
         layout: one of `cupy_mla.layouts`, or its name: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla"), "v4_fp8", "plain_fp8"
-            (vLLM: "fp8", "fp8_e4m3"), "fp16", and "indexer_fp8" for keys of the indexer.
+            (vLLM: "fp8", "fp8_e4m3"), "fp16", "v32_nope_fp8", and "indexer_fp8" for keys of the indexer.
         num_blocks: blocks of the cache.
         block_size: rows a block: tokens, or of a compressed cache `block_size // compress_ratio` of its config.
         place: where it lives: (kind of array, device), for instance ("torch", 0); `Place.of(array)` gives that of an

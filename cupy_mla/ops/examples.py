@@ -75,6 +75,7 @@ FORMATS = (
     Format(layouts.BF16_576),
     Format(layouts.BF16_512),
     Format(layouts.PLAIN_FP8_512),
+    Format(layouts.V32_NOPE_FP8),
     Format(layouts.FP16_576),
     Format(layouts.FP16_512),
 )
@@ -151,9 +152,10 @@ def _block_table(rng: np.random.Generator, wanted: Wanted, width: int) -> np.nda
 # --- attention ------------------------------------------------------------------------------------------------
 
 
-def _call_scale(layout: Layout) -> dict[str, np.ndarray]:
-    """The scale of a cache that `_full_cache` gives, as a call brings it."""
-    return {"k_scale": np.full(1, K_SCALE, np.float32)} if layout.scale_of_call else {}
+def _named(layout: Layout) -> dict[str, Any]:
+    """What a call must say of a cache that `_full_cache` gives."""
+    scale = {"k_scale": np.full(1, K_SCALE, np.float32)} if layout.scale_of_call else {}
+    return scale if layout.told else scale | {"layout": layout.name}
 
 
 def _e4m3_queries(rng: np.random.Generator, *shape: int) -> dict[str, np.ndarray]:
@@ -186,7 +188,7 @@ def prefill_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for layout, _, _ in _formats(wanted):
         if layout.scale_of_call:
             kv = _full_cache(rng, layout, TOKENS, 1).view(E4M3)
-            of = {**_prefill_arguments(rng, wanted, kv, 5, 3), **more, **_call_scale(layout)}
+            of = {**_prefill_arguments(rng, wanted, kv, 5, 3), **more, **_named(layout)}
             scaled = _e4m3_queries(rng, 3, 5, layout.d_qk)
             yield Call(f"5 heads of {layout.d_qk} in e4m3, 3 queries, every argument", of | scaled)
             yield Call(f"5 heads over {layout.name} of {layout.d_qk}, 3 queries", of)
@@ -211,7 +213,7 @@ def decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
                 "sm_scale": 0.04, "attn_sink": rng.standard_normal(3, np.float32),
                 "topk_length": _lengths(rng, wanted, 35, 70, 2), "extra_k_cache": extra,
                 "extra_indices": _lists(rng, wanted, 2, 2, 33), "extra_topk_length": _lengths(rng, wanted, 0, 33, 2),
-                "num_splits": 3, **_call_scale(layout),
+                "num_splits": 3, **_named(layout),
             }  # fmt: skip
             if layout.scale_of_call:
                 arguments |= _e4m3_queries(rng, 2, 2, 3, layout.d_qk)
@@ -221,7 +223,7 @@ def decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
             q, lists = _normal(rng, b, s_q, heads, layout.d_qk, size=10), _lists(rng, wanted, 2, b, s_q, TOPK)
             detail = f"{of_layout}, {heads} heads, {b} x {s_q} queries"
             arguments = {"q": q, "k_cache": main, "indices": lists[0], "sm_scale": SM_SCALES[layout.d_qk]}
-            arguments |= _call_scale(layout)
+            arguments |= _named(layout)
             yield Call(detail, arguments)
             if two_caches:
                 sink = rng.standard_normal(heads, np.float32)
@@ -243,7 +245,7 @@ def dense_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
                 "q": _normal(rng, b, s_q, heads, layout.d_qk, size=10).astype(layout.values), "k_cache": cache_,
                 "block_table": rng.integers(first, end, (b, width), dtype=np.int32),
                 "seq_lens": rng.integers(-stray, most + 1 + stray, b, dtype=np.int32),
-                "sm_scale": SM_SCALES[layout.d_qk], **_call_scale(layout),
+                "sm_scale": SM_SCALES[layout.d_qk], **_named(layout),
             }  # fmt: skip
             detail = f"{of_layout}, {heads} heads, {b} x {s_q} queries"
             if every:
@@ -265,12 +267,12 @@ def mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call
     no_rope = {"k_pe": _unwritten((TOKENS, 0), BFLOAT16)}
     for layout, scale_formats, _ in _formats(wanted, cache.LAYOUTS):
         for scale_format in scale_formats if layout.rope_apart else ():
-            arguments = {**row, "kv_cache": _empty_cache(layout), "scale_format": scale_format, **_call_scale(layout)}
+            arguments = {**row, "kv_cache": _empty_cache(layout), "scale_format": scale_format, **_named(layout)}
             detail = f"{layout.name} {scale_format}" if layout.quantized else layout.name
             yield Call(detail, arguments)
             yield Call(f"{detail}, unaligned rows", arguments, unaligned=("kv_c", "k_pe"))
         if layout.quantized or not layout.rope_apart:
-            arguments = {**row, **no_rope, "kv_cache": _empty_cache(layout), **_call_scale(layout)}
+            arguments = {**row, **no_rope, "kv_cache": _empty_cache(layout), **_named(layout)}
             yield Call(f"{layout.name} of {layout.d_qk} without RoPE", arguments)
 
 
@@ -297,7 +299,7 @@ def unpacking_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     """Slots of every second call are int64."""
     for i, layout in enumerate((*(row.layout for row in _formats(wanted)), INDEXER_FP8)):
         slots = _slots(rng, wanted).astype(np.int64 if i % 2 else np.int32)
-        arguments = {"cache": _full_cache(rng, layout), "slots": slots, **_call_scale(layout)}
+        arguments = {"cache": _full_cache(rng, layout), "slots": slots, **_named(layout)}
         yield Call(f"{layout.name} of {layout.d_qk}", arguments)
 
 
@@ -314,7 +316,7 @@ def mla_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]
         arguments = {
             "src_cache": _full_cache(rng, layout), "dst": _unwritten((60, layout.d_qk), BFLOAT16),
             "block_table": _block_table(rng, wanted, 2), "seq_lens": _lens(rng, wanted),
-            "workspace_starts": np.array([0, 9, 9], np.int32), **_call_scale(layout),
+            "workspace_starts": np.array([0, 9, 9], np.int32), **_named(layout),
         }  # fmt: skip
         yield Call(f"{layout.name} of {layout.d_qk}", arguments)
         yield Call(f"{layout.name} of {layout.d_qk}, unaligned rows", arguments, unaligned=("dst",))

@@ -97,7 +97,8 @@ def rows_of(cache: np.ndarray, layout: Layout, slots: np.ndarray, k_scale: float
     rows = np.empty((len(slots), layout.d_qk), np.float32)
     rows[:, : layout.d_nope] = nope.view(E4M3)
     rows[:, layout.d_nope :] = rope.view(BFLOAT16)
-    rows[:, : layout.d_nope].reshape(len(slots), layout.num_scales, layout.scale_tile)[...] *= scales[..., None]
+    tiles = rows[:, : layout.d_nope].reshape(len(slots), layout.num_scales, layout.scale_tile)
+    tiles[...] = np.where(scales[..., None] == 0, 0, tiles * scales[..., None])  # whatever is stored under a scale of 0
     return rows
 
 

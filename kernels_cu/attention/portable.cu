@@ -602,7 +602,8 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
 #pragma unroll
             for (int part = 0; part < PARTS_OF_ROW; ++part) {
                 const int chunk = 32 * part + r.lane;
-                const Vec8 c = codes[i][part];
+                Vec8 c = codes[i][part];
+                if (FOLDED) c = codes_under(c, __shfl_sync(~0u, scale, 4 * (begin + i) + chunk / (SCALE_COLUMNS / 8)));
                 Vec16 values = dequantize_8(c, FOLDED || SCALE_OF_CALL ? 1.0f : ue8m0_to_float(scales[i][part]));
                 if (ROPE_WITH && chunk >= CHUNKS) values = {c.x, c.y, more[i].x, more[i].y};
                 store_shared_16(chunk_address(stage_address(stage), first + begin + i, chunk), values);

@@ -56,6 +56,11 @@ __device__ __forceinline__ uint32_t sign_bits(uint32_t low, uint32_t high) {
     return __byte_perm(low, high, 0x7531) & 0x80808080u;
 }
 
+// Codes under a scale, zeros under a scale of 0: writers may have left NaN there.
+__device__ __forceinline__ Vec8 codes_under(const Vec8& codes, float scale) {
+    return scale == 0.0f ? Vec8{0, 0} : codes;
+}
+
 // Eight e4m3 bytes times a scale, to eight bf16.
 __device__ __forceinline__ Vec16 dequantize_8(const Vec8& codes, float scale) {
     float lo[4], hi[4];
