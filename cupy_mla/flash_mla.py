@@ -84,7 +84,7 @@ def get_mla_metadata_dense_fp8(*args: Any, **kwargs: Any) -> tuple[FlashMLASched
     """An empty schedule for `flash_mla_with_kvcache_fp8`; arguments are ignored, as those of `get_mla_metadata` are.
 
     Example:
-        >>> schedule, _ = cupy_mla.flash_mla.get_mla_metadata_dense_fp8()
+        >>> schedule, _ = cupy_mla.get_mla_metadata_dense_fp8()
     """
     return get_mla_metadata()
 
@@ -271,7 +271,7 @@ def flash_mla_with_kvcache_fp8(
         >>> from ml_dtypes import float8_e4m3fn
         >>> q, cache = np.zeros((1, 1, 16, 576), float8_e4m3fn), np.ones((2, 64, 1, 576), float8_e4m3fn)
         >>> table, lens = np.array([[1, 0]], np.int32), np.array([100], np.int32)
-        >>> out, lse = cupy_mla.flash_mla.flash_mla_with_kvcache_fp8(
+        >>> out, lse = cupy_mla.flash_mla_with_kvcache_fp8(
         ...     q, cache, table, lens, 512, None, None, descale_q=1.0, descale_k=0.5
         ... )
         >>> out.shape, float(out[0, 0, 0, 0])

@@ -66,9 +66,10 @@ def test_sizes_of_the_kernels_structs():
     assert fields["q"] == 144
     assert fields["scale_log2"] == 144 + 8 * (4 + 4 + 1 + 1 + 3 + 4 + 1) == 288
     assert fields["order"] == 288 + 4 * 6 == 312
-    assert structs.ATTENTION.size == 320 + 8 + 8 + 5 * 4 + 4 + 8 == 368  # 5 numbers, and padding
-    assert layout(structs.GROUPED)["list_lengths"] == 368
-    assert structs.GROUPED.size == 368 + 6 * 8 + 5 * 4 + 4 == 440
+    assert fields["q_scale.on_device"] == 320 + 8 + 8 + 5 * 4 + 4 + 8 == 368  # 5 numbers, and padding
+    assert structs.ATTENTION.size == 368 + 2 * 16 == 400
+    assert layout(structs.GROUPED)["list_lengths"] == 400
+    assert structs.GROUPED.size == 400 + 6 * 8 + 5 * 4 + 4 == 472
     assert layout(structs.BLOCK_TABLE)["block_size.value"] == 24
     assert structs.BLOCK_TABLE.size == 40  # 36, and padding
 
