@@ -36,7 +36,7 @@ __all__ = [
 
 LOG2_E = math.log2(math.e)
 # The layouts by the names that `kv_format` has for them.
-KV_FORMATS = {"V32": "v32_fp8", "V32_NO_ROPE": "v32_nope_fp8", "V4": "v4_fp8"}
+KV_FORMATS = {"V32": "v32_fp8", "V32_NO_ROPE": "v32_nope_fp8", "V4": "v4_fp8", "V41": "v41_fp8"}
 
 Shapes = tuple[int, ...]
 
@@ -173,8 +173,9 @@ def flash_mla_with_kvcache(
         indices: [b, s_q, topk] int32 slots; None: dense mode, which takes neither lengths of lists nor an extra cache.
         enable_batch_invariant: as `get_mla_metadata(batch_invariant=True)`.
         use_legacy: which of its kernels FlashMLA takes; it changes nothing here.
-        kv_format: the layout of `k_cache`: "V32" (V32_FP8), "V32_NO_ROPE" (V32_NOPE_FP8), "V4" (V4_FP8), or a name that
-            `cupy_mla.empty_cache` takes; `k_cache` must agree. None: as `k_cache` says, but of rows of 528 bytes.
+        kv_format: the layout of `k_cache`, with which it must agree: "V32" (V32_FP8), "V32_NO_ROPE" (V32_NOPE_FP8),
+            "V4" (V4_FP8), "V41" (V41_FP8), or a name that `cupy_mla.empty_cache` takes. None: as `k_cache` says, but of
+            rows of 528 bytes.
         descale_q, descale_k: `q_scale` and `k_scale` of `cupy_mla.sparse_decode` and `cupy_mla.dense_decode`, of q
             in e4m3 and of rows in layout PLAIN_FP8.
 

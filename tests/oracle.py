@@ -80,6 +80,7 @@ PLAIN_512 = Format("plain_fp8_512", 512, 512, 512, 512, scale=1.0)
 FP16_576 = Format("fp16_576", 576, 0, 0, 1152, dtype=np.dtype(np.float16))
 FP16_512 = Format("fp16_512", 512, 0, 0, 1024, dtype=np.dtype(np.float16))
 V32_NOPE = Format("v32_nope_fp8", 512, 512, 128, 528)
+V41 = Format("v41_fp8", 512, 512, 32, 528)
 FORMATS = (BF16_576, BF16_512, V32, V4, PLAIN_576, PLAIN_512)
 DENSE_FORMATS = (*FORMATS, FP16_576, FP16_512)
 
@@ -96,6 +97,10 @@ def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray
         token = block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)]
         codes, rope = token[:512], token[528:]
         scales = np.frombuffer(token[512:528], "<f4").astype(np.float64)
+    elif fmt is V41:
+        token = block[528 * t : 528 * (t + 1)]
+        codes, rope = token[:512], b""
+        scales = np.ldexp(1.0, np.frombuffer(token[512:], np.uint8).astype(int) - 127)
     else:
         token = block[576 * t : 576 * (t + 1)]
         codes, rope = token[:448], token[448:576]
@@ -122,6 +127,8 @@ def pack_row(fmt: Format, row: np.ndarray, scale_format: str = "fp32") -> tuple[
     if fmt in (V32, V32_NOPE):
         return codes + scales.tobytes() + rope, b""
     exponents = bytes(min(max(round(math.log2(s)) + 127, 0), 255) for s in scales)
+    if fmt is V41:
+        return codes + exponents, b""
     return codes + rope, exponents + b"\0"
 
 
@@ -130,10 +137,10 @@ def _scale(fmt: Format, amax: np.float32, scale_format: str) -> np.float32:
         exponent = math.ceil(math.log2(x))  # in float64: exact at powers of two, and no float32 is closer to one
         return np.float32(2.0**exponent)
 
-    if fmt is V4:
+    if fmt in (V4, V41) and scale_format != "quotient":
         return power_of_two_from(max(amax, np.float32(1e-4)) / np.float32(448))
     scale = amax / np.float32(448)
-    if scale_format == "ue8m0":
+    if scale_format in ("ue8m0", "quotient"):  # what is floored at 1e-4
         return power_of_two_from(max(scale, np.float32(1e-4)))
     return max(scale, np.finfo(np.float32).tiny)
 

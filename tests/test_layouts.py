@@ -21,6 +21,7 @@ from cupy_mla.layouts import (
     V4_FP8,
     V32_FP8,
     V32_NOPE_FP8,
+    V41_FP8,
 )
 from cupy_mla.ops import cache as ops_cache
 
@@ -38,6 +39,7 @@ every_layout = pytest.mark.parametrize("layout", ALL, ids=lambda layout: f"{layo
         (PLAIN_FP8_576, 576, 576, 576, 576, 576, 0, 0),
         (PLAIN_FP8_512, 512, 512, 512, 512, 512, 0, 0),
         (V32_NOPE_FP8, 512, 512, 528, 528, 528, 4, 512),
+        (V41_FP8, 512, 512, 528, 528, 528, 16, 512),
         (INDEXER_FP8, 128, 128, 132, 128, 128, 1, -1),
     ],
 )
@@ -49,7 +51,7 @@ def test_offsets(layout, d_qk, d_nope, token_bytes, row_stride, rope_offset, num
 
 @every_layout
 def test_parts_fill_a_token(layout):
-    scale_bytes = {"none": 0, "call": 0, "fp32": 4 * layout.num_scales, "ue8m0": layout.num_scales + 1}[
+    scale_bytes = {"none": 0, "call": 0, "fp32": 4 * layout.num_scales, "ue8m0": -(-layout.num_scales // 8) * 8}[
         layout.scale_kind
     ]
     nope_bytes = layout.d_nope if layout.quantized else 2 * layout.d_nope

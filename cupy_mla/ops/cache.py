@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import frexp
 from typing import Any, Literal
 
 from .. import arrays, layouts
 from ..arrays import HOST, Array
 from ..bridges import Place, bind
 from ..calls.operation import operation
-from ..checks.options import require_choice, require_integer
+from ..checks.options import require_choice, require_integer, require_scale
 from ..checks.validate import ALIGNMENT, INDEXER_ALIGNMENT, cache_layout, require_cache, require_slots, tokens_of
 from ..checks.values import check_slots
 from ..cuda import cache as cuda
@@ -83,14 +84,25 @@ def concat_and_cache_mla(
 
 
 @operation
-def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: AnyArray) -> None:
-    """Write tokens into a paged cache in layout V4_FP8.
+def quantize_and_insert_k_cache(
+    k: AnyArray,
+    k_cache: AnyArray,
+    slot_mapping: AnyArray,
+    *,
+    layout: CacheLayout | None = None,
+    scale_floor: float = 2.0**-22,
+) -> None:
+    """Write tokens into a paged cache in layout V4_FP8 or V41_FP8.
 
     Args:
-        k: [T, (1,) 512] bfloat16: 448 NoPE values, which are quantized in tiles of 64, and 64 RoPE values.
-        k_cache: [num_blocks, block_size, 584] uint8 / float8_e4m3fn, block stride a multiple of 16 bytes (its
-            usual writers round it up to a multiple of 576); written in place.
+        k: [T, (1,) 512] bfloat16. V4_FP8: 448 NoPE values, which are quantized in tiles of 64, and 64 RoPE values.
+            V41_FP8: all values are quantized, in tiles of 32.
+        k_cache: [num_blocks, block_size, 584] (V4_FP8) or [..., 528] (V41_FP8) uint8 / float8_e4m3fn, block stride a
+            multiple of 16 bytes (V4_FP8's usual writers round it up to a multiple of 576); written in place.
         slot_mapping: [T'] int64 with T' <= T; see `concat_and_cache_mla`.
+        layout: its name, as of `empty_cache`; default: told by `k_cache`, but for V41_FP8, which must be named.
+        scale_floor: the least scale, a power of two: 2**-22 is that of vLLM's writers, 2**-13 that of FlashMLA's and
+            SGLang's for V41_FP8. Only rows of tiny values differ.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -103,12 +115,15 @@ def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: An
         [False, True]
     """
     place, (k_, cache, slots) = bind(k=k, k_cache=k_cache, slot_mapping=slot_mapping)
-    told = cache_layout(cache, FP8_OF_V4, WRITERS)
+    told = cache_layout(cache, FP8_OF_V4, WRITERS, asked=layout)
+    floor = require_scale("scale_floor", scale_floor)
+    if not 2.0**-126 <= floor <= 1 or frexp(floor)[0] != 0.5:
+        raise ValueError(f"scale_floor: expected a power of two from 2**-126 to 1, got {scale_floor}")
     tokens = tokens_of(k_).require(BFLOAT16, "T", told.d_qk).shape[0]
     _require_target(cache, told, slots, tokens)
     if arrays.CHECK_VALUES:
         check_slots(slots, cache)
-    place.call(cuda.quantize_and_insert_k_cache, reference.quantize_and_insert_k_cache, told, k_, cache, slots)
+    place.call(cuda.quantize_and_insert_k_cache, reference.quantize_and_insert_k_cache, told, k_, cache, slots, floor)
 
 
 @operation
@@ -174,7 +189,7 @@ def empty_cache(
 
     Args:
         layout: one of `cupy_mla.layouts`, or its name: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla"), "v4_fp8", "plain_fp8"
-            (vLLM: "fp8", "fp8_e4m3"), "fp16", "v32_nope_fp8", and "indexer_fp8" for keys of the indexer.
+            (vLLM: "fp8", "fp8_e4m3"), "fp16", "v32_nope_fp8", "v41_fp8", and "indexer_fp8" for keys of the indexer.
         num_blocks: blocks of the cache.
         block_size: rows a block: tokens, or of a compressed cache `block_size // compress_ratio` of its config.
         place: where it lives: (kind of array, device), for instance ("torch", 0); `Place.of(array)` gives that of an

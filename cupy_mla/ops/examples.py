@@ -76,6 +76,7 @@ FORMATS = (
     Format(layouts.BF16_512),
     Format(layouts.PLAIN_FP8_512),
     Format(layouts.V32_NOPE_FP8),
+    Format(layouts.V41_FP8),
     Format(layouts.FP16_576),
     Format(layouts.FP16_512),
 )
@@ -279,7 +280,7 @@ def mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call
 def v4_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     row = {"k": _rows(rng, TOKENS, D_V), "slot_mapping": _slots(rng, wanted)}
     for layout, _, _ in _formats(wanted, FP8_OF_V4):
-        arguments = {**row, "k_cache": _empty_cache(layout)}
+        arguments = {**row, "k_cache": _empty_cache(layout), **_named(layout)}
         yield Call(layout.name, arguments)
         yield Call(f"{layout.name}, unaligned rows", arguments, unaligned=("k",))
 
@@ -330,6 +331,7 @@ def v4_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
                 "out": _unwritten((3, 40 if wanted.strays else 60, layout.d_qk), BFLOAT16),
                 "k_cache": _full_cache(rng, layout, BLOCKS, block_size), "seq_lens": lens, "gather_lens": gather_lens,
                 "block_table": _block_table(rng, wanted, 64 // block_size), "block_size": block_size, "offset": 5,
+                **_named(layout),
             }  # fmt: skip
             yield Call(f"{layout.name}, blocks of {block_size}", arguments)
 

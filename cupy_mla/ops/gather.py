@@ -95,20 +95,24 @@ def dequantize_and_gather_k_cache(
     block_table: AnyArray,
     block_size: int,
     offset: int,
+    *,
+    layout: CacheLayout | None = None,
 ) -> None:
-    """Copy the last tokens of requests out of a paged V4_FP8 cache, dequantized to bfloat16.
+    """Copy the last tokens of requests out of a paged V4_FP8 or V41_FP8 cache, dequantized to bfloat16.
 
     The last `gather_lens[r]` of request r's `seq_lens[r]` tokens go to `out[r, offset]` and the rows after it.
 
     Args:
         out: [R, M, 512] bfloat16, written in place. Tokens beyond its M rows are not written, and rows of tokens whose
             block does not exist become zeros.
-        k_cache: [num_blocks, block_size, (1,) 584] uint8 or float8_e4m3fn, block stride a multiple of 16 bytes.
+        k_cache: [num_blocks, block_size, (1,) 584 | 528] uint8 or float8_e4m3fn, block stride a multiple of 16
+            bytes.
         seq_lens: [R] int32.
         gather_lens: [R] int32, at most a sequence each (more counts as that); None: whole sequences.
         block_table: [R, M'] int32 blocks of each request.
         block_size: tokens a block, as `k_cache` has them.
         offset: first row to write, 0 to M.
+        layout: its name, as of `empty_cache`; default: told by `k_cache`, but for V41_FP8, which must be named.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -127,13 +131,13 @@ def dequantize_and_gather_k_cache(
     """
     place, (out_, cache, lens, table) = bind(out=out, k_cache=k_cache, seq_lens=seq_lens, block_table=block_table)
     (gather,) = place.optional(gather_lens=gather_lens)
-    layout = cache_layout(cache, FP8_OF_V4, GATHERERS)
-    require_cache(cache, layout)
+    told = cache_layout(cache, FP8_OF_V4, GATHERERS, asked=layout)
+    require_cache(cache, told)
     block_size = require_integer("block_size", block_size, 1)
     if block_size != cache.shape[1]:
         raise ValueError(f"block_size: k_cache has {cache.shape[1]} tokens a block, got {block_size}")
     requests = table.require(INT32, "R", "M").shape[0]
-    rows = out_.require(BFLOAT16, requests, "M", layout.d_qk).require_writable().shape[1]
+    rows = out_.require(BFLOAT16, requests, "M", told.d_qk).require_writable().shape[1]
     lens.require(INT32, requests)
     if gather is not None:
         gather.require(INT32, requests)
@@ -148,7 +152,7 @@ def dequantize_and_gather_k_cache(
         check_blocks(table, ends - counts, ends, cache)
     place.call(
         cuda.dequantize_and_gather_k_cache, reference.dequantize_and_gather_k_cache,
-        layout, out_, cache, lens, gather, table, offset,
+        told, out_, cache, lens, gather, table, offset,
     )  # fmt: skip
 
 

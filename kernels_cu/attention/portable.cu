@@ -38,7 +38,7 @@
 //
 // bf16 rows are copied (cp.async) into the stage of a tile that all output warps are done with. FP8 rows are copied as
 // they lie in the cache into a ring that each output warp has for its own rows, some tiles ahead. From there the warp
-// widens them to bf16, once, after P.V of the tile two before has freed the stage. V4_FP8: scaled, which is exact.
+// widens them to bf16, once, after P.V of the tile two before has freed the stage. UE8M0 scales: scaled, which is exact.
 // PLAIN_FP8: not scaled, which is exact; the call's scale is a factor on logits and on results.
 // V32_FP8: not scaled, for a value times a float32 would be rounded. A score warp scales S where the columns of a scale
 // end: ((S_0 * c_0 / c_1) + S_1) * c_1. An output warp, whose columns have one scale, multiplies P by it; P is
@@ -109,6 +109,7 @@ constexpr bool MASK_IF_NEEDED = PV_BEHIND_QK;      // a branch, which costs more
 // Where registers are short, the softmax's sums and maxima are in shared memory while they are not used.
 constexpr bool SUMS_IN_SHARED = !FOLDED && TILE_ROWS > 16 && HEADS == 64;
 constexpr int SCALE_COLUMNS = NUM_SCALES > 0 ? SCALE_TILE : 8;
+constexpr int STAGED_SCALES = SCALES_APART ? ROW_STRIDE : SCALE_OFFSET;  // of a row in the staging area
 constexpr float REF_SLACK = 8.0f;
 // V32_FP8: P is multiplied by scales and then rounded to bf16, and is held in f16 until then: rounded to bf16 twice, it
 // would be too coarse. References are this far below the logit that set them. So P is at most 2^15, which f16 can hold,
@@ -594,7 +595,7 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
                 codes[i][part] = load_shared_8(at);
                 if (ROPE_WITH && part == PARTS_OF_ROW - 1) more[i] = load_shared_8(at + (rope ? 8 : 0));
                 if (NUM_SCALES > 0 && !FOLDED)
-                    scales[i][part] = load_shared_byte(line + ROW_STRIDE + chunk / (SCALE_COLUMNS / 8));
+                    scales[i][part] = load_shared_byte(line + STAGED_SCALES + chunk / (SCALE_COLUMNS / 8));
             }
         }
 #pragma unroll

@@ -201,7 +201,7 @@ def test_a_cache_of_fp8_items(kind, rng, fmt):
 def test_strided_lengths_tables_and_results(kind, rng, fmt):
     of = in_cache(rng, fmt, [100, 37, 64], 16, 2, gap=2)
     q = gapped(dense_queries(rng, fmt, 3, 2, 20), 1, 0, 1, 8)
-    out = Output(kind, (3, 2, 20, 512), (0, 1, 1, 8))
+    out = Output(kind, (3, 2, 20, 512), (0, 1, 1, 8), fmt.dtype)
     lse = Output(kind, (3, 20, 2), (0, 1, 3), np.float32)
     got = cupy_mla.dense_decode(
         *map(kind.put, (q, of.cache, of.table, of.lens)), 0.04, out=out.array, lse=lse.array, num_splits=3
@@ -283,7 +283,7 @@ def test_in_a_captured_graph(rng, fmt):
         cache[: requests.cache.shape[0]] = requests.cache
     q = dense_queries(rng, fmt, 4, 2, 16)
     arrays = [kind.put(a) for a in (q, caches[0], of.table, of.lens)]
-    out = kind.put(poisoned((4, 2, 16, 512), BF16))
+    out = kind.put(poisoned((4, 2, 16, 512), fmt.dtype))
     cupy_mla.dense_decode(*arrays, 0.04, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -16,22 +16,38 @@ from ..dense import off_zero as off_zero_dense
 from ..kinds import BF16, NumPy, poisoned
 from ..vectors import LATENT, told
 
-FORMATS = (oracle.V32_NOPE,)
+FORMATS = (oracle.V32_NOPE, oracle.V41)
+OF_V4 = (oracle.V41,)
+FLOORS = {"fp32": 2.0**-22, "quotient": 2.0**-13}  # of UE8M0 scales
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 FLOAT32 = np.dtype(np.float32)
 
 
-def pack(kind: NumPy, fmt: oracle.Format, rows: np.ndarray, cache: Any, slots: np.ndarray, **more: Any) -> None:
-    """Rows of a model without RoPE."""
+def scale_formats() -> list[tuple[oracle.Format, str]]:
+    """What there is to choose for each format's scales."""
+    return [(fmt, scales) for fmt in FORMATS for scales in ("fp32", "quotient" if fmt in OF_V4 else "ue8m0")]
+
+
+every_scale_format = pytest.mark.parametrize(("fmt", "scale_format"), scale_formats(), ids=str)
+
+
+def pack(kind: NumPy, fmt: oracle.Format, rows: np.ndarray, cache: Any, slots: np.ndarray, scale_format: str) -> None:
+    """Whole rows, or those of a model without RoPE."""
+    if fmt in OF_V4:
+        cupy_mla.quantize_and_insert_k_cache(
+            kind.put(rows), cache, kind.put(slots), layout=fmt.name, scale_floor=FLOORS[scale_format]
+        )
+        return
     no_rope = np.zeros((len(rows), 0), BF16)
-    cupy_mla.concat_and_cache_mla(kind.put(rows), kind.put(no_rope), cache, kind.put(slots), layout=fmt.name, **more)
+    cupy_mla.concat_and_cache_mla(
+        kind.put(rows), kind.put(no_rope), cache, kind.put(slots), layout=fmt.name, scale_format=scale_format
+    )
 
 
 # --- packing, unpacking, gathering ---------------------------------------------------------------------------
 
 
-@every_format
-@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
+@every_scale_format
 def test_rows_are_packed(kind, rng, fmt, scale_format):
     """All but the skipped tokens, to the byte; whatever lies beside them stays."""
     block_size, tokens = int(rng.choice([1, 3, 64])), 40
@@ -55,7 +71,11 @@ def test_rows_are_packed(kind, rng, fmt, scale_format):
     [(oracle.V32_NOPE, "A", "fp32", ("fbd97af8697df372", "36c45837216ed8d7")),
      (oracle.V32_NOPE, "B", "fp32", ("7000000000fe0000", "102630cc76653170")),
      (oracle.V32_NOPE, "A", "ue8m0", ("fad879f6687bf271", "610dda14ecd381ae")),
-     (oracle.V32_NOPE, "B", "ue8m0", ("7000000000fe0000", "298982f8829137d3"))],
+     (oracle.V32_NOPE, "B", "ue8m0", ("7000000000fe0000", "298982f8829137d3")),
+     (oracle.V41, "A", "fp32", ("fad879f6687bf271", "660ab09fb826c4d3")),
+     (oracle.V41, "B", "fp32", ("7000000000fe0000", "3122d7eb87410bb1")),
+     (oracle.V41, "A", "quotient", ("fad879f6687bf271", "660ab09fb826c4d3")),
+     (oracle.V41, "B", "quotient", ("7000000000fe0000", "31d4f767039eb6d9"))],
 )  # fmt: skip
 def test_vectors(kind, fmt, row, scale_format, expected):
     cache = kind.put(poisoned((1, 1, fmt.token_bytes), np.uint8))
@@ -75,17 +95,28 @@ def test_rows_are_unpacked(kind, rng, fmt):
 
 @every_format
 def test_rows_are_gathered(kind, rng, fmt):
-    lens = np.array([20, 0, 33], np.int32)
-    of, starts = in_cache(rng, fmt, lens, 16), np.array([1, 21, 21], np.int32)
-    out = kind.put(poisoned((56, fmt.d_qk), BF16))
-    cupy_mla.cp_gather_and_upconvert_fp8_kv_cache(
-        kind.put(of.cache), out, kind.put(of.table), kind.put(lens), kind.put(starts), layout=fmt.name
-    )
-    got = kind.take(out)
-    for r, (start, length) in enumerate(zip(starts, lens, strict=True)):
-        rows = oracle.named_rows(fmt, of.cache, of.slots(r, 0))
-        np.testing.assert_array_equal(got[start : start + length], rows.astype(np.float32).astype(BF16))
-    assert np.isnan(got[[0, 54, 55]].astype(np.float32)).all()
+    """Of V4's kind the last 20 of each request, of the other whole requests."""
+    lens, block_size = np.array([20, 0, 33], np.int32), 16
+    of = in_cache(rng, fmt, lens, block_size)
+    out = kind.put(poisoned((3, 40, fmt.d_qk), BF16))
+    arrays = [*map(kind.put, (of.cache, lens, of.table))]
+    if fmt in OF_V4:
+        last, first = kind.put(np.full(3, 20, np.int32)), np.maximum(lens - 20, 0)
+        cupy_mla.dequantize_and_gather_k_cache(
+            out, arrays[0], arrays[1], last, arrays[2], block_size, 2, layout=fmt.name
+        )
+        starts = np.array([2, 42, 82])
+    else:
+        starts, first = np.array([1, 21, 21], np.int32), np.zeros(3, int)
+        cupy_mla.cp_gather_and_upconvert_fp8_kv_cache(
+            arrays[0], out.reshape(120, fmt.d_qk), arrays[2], arrays[1], kind.put(starts), layout=fmt.name
+        )
+    got, written = kind.take(out).reshape(120, fmt.d_qk), np.zeros(120, bool)
+    for r, start in enumerate(starts):
+        rows = oracle.named_rows(fmt, of.cache, of.slots(r, 0)[first[r] :])
+        np.testing.assert_array_equal(got[start : start + len(rows)], rows.astype(np.float32).astype(BF16))
+        written[start : start + len(rows)] = True
+    assert np.isnan(got[~written].astype(np.float32)).all()
 
 
 # --- attention -----------------------------------------------------------------------------------------------
@@ -121,7 +152,9 @@ def test_dense_decode(kind, rng, fmt, h_q):
     )
 
 
-@pytest.mark.parametrize(("kv_format", "fmt"), [("V32_NO_ROPE", oracle.V32_NOPE), ("v32_nope_fp8", oracle.V32_NOPE)])
+@pytest.mark.parametrize(
+    ("kv_format", "fmt"), [("V32_NO_ROPE", oracle.V32_NOPE), ("v32_nope_fp8", oracle.V32_NOPE), ("V41", oracle.V41)]
+)
 def test_front_door(kind, rng, kv_format, fmt):
     main = paged(rng, fmt, 2, 1, 64, 64)
     q = kind.put(queries(rng, 2, 1, 64, fmt.d_qk))
@@ -171,19 +204,30 @@ def test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt):
 # --- what is wrong -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("floor", [0, 3.0, 2.0, 0.3, -0.5, 2.0**-127, float("nan")])
+def test_scale_floors_are_powers_of_two(floor):
+    k, cache = np.zeros((1, 512), BF16), np.zeros((2, 64, 528), np.uint8)
+    with pytest.raises(ValueError, match=r"^scale_floor: expected a "):
+        cupy_mla.quantize_and_insert_k_cache(k, cache, np.array([0]), layout="v41_fp8", scale_floor=floor)
+
+
+ANYTHING = "rows of 528 bytes may be anything: say"
+NAMES = "'v32_nope_fp8' or 'v41_fp8'"
+
+
 def test_a_layout_must_be_named():
     q, cache = np.zeros((1, 1, 4, 512), BF16), np.zeros((2, 64, 528), np.uint8)
     indices = np.zeros((1, 1, 3), np.int32)
-    with pytest.raises(ValueError, match=r"^k_cache: rows of 528 bytes may be anything: say layout='v32_nope_fp8'"):
+    with pytest.raises(ValueError, match=f"^k_cache: {ANYTHING} layout={NAMES}"):
         cupy_mla.sparse_decode(q, cache, indices, 0.1)
-    with pytest.raises(ValueError, match=r"^cache: rows of 528 bytes may be anything: say layout='v32_nope_fp8'"):
+    with pytest.raises(ValueError, match=f"^cache: {ANYTHING} layout={NAMES}"):
         cupy_mla.unpack_rows(cache, np.array([0]))
     schedule, _ = cupy_mla.get_mla_metadata()
-    with pytest.raises(ValueError, match=r"^k_cache: rows of 528 bytes may be anything: say kv_format='v32_nope_fp8'"):
+    with pytest.raises(ValueError, match=f"^k_cache: {ANYTHING} kv_format={NAMES}"):
         cupy_mla.flash_mla_with_kvcache(q, cache, None, None, 512, schedule, indices=indices)
     with pytest.raises(ValueError, match=r"^kv_format: 'v32_fp8' was asked for, k_cache is v32_nope_fp8 of 512"):
         cupy_mla.flash_mla_with_kvcache(q, cache, None, None, 512, schedule, indices=indices, kv_format="V32")
-    with pytest.raises(ValueError, match=r"^kv_format must be one of \('V32', 'V32_NO_ROPE', 'V4', 'bf16'"):
+    with pytest.raises(ValueError, match=r"^kv_format must be one of \('V32', 'V32_NO_ROPE', 'V4', 'V41', 'bf16'"):
         cupy_mla.flash_mla_with_kvcache(q, cache, None, None, 512, schedule, indices=indices, kv_format="V5")
     with pytest.raises(ValueError, match=r"^cache_layout: layers have no 'v32_nope_fp8', which each call must name"):
         cupy_mla.SparseMLAConfig(16, d_qk=512, model="v32", cache_layout="v32_nope_fp8")
