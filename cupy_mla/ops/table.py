@@ -81,7 +81,7 @@ class Result(NamedTuple):
         return NAMED[arguments.get(self.dtype_setting, self.dtype.name)]
 
 
-NAMED = {dtype.name: dtype for dtype in (BFLOAT16, E4M3, FLOAT32, INT32, INT64)}
+NAMED = {dtype.name: dtype for dtype in (BFLOAT16, E4M3, FLOAT32, INT32, INT64, UINT8)}
 
 
 @dataclass(frozen=True)
