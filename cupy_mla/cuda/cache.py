@@ -8,9 +8,10 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import ATTENTION_LAYOUTS, D_V, INDEXER_FP8, Layout
+from ..layouts import ATTENTION_LAYOUTS, D_V, INDEXER_LAYOUTS, Layout
 from . import structs
 from .driver import Gpu
+from .indexer import defines_of
 from .kernel import Kernel
 from .paging import call_scale, ceil_div, integers, pointer
 from .program import Clear, Launch, Program, Slot
@@ -40,7 +41,7 @@ def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
 @cache
 def unpack_kernel(layout: Layout) -> Kernel:
     """The unpacking kernel for one cache layout."""
-    return Kernel("cache/unpack.cu", UNPACK, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
+    return Kernel("cache/unpack.cu", UNPACK, {**defines_of(layout), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -48,7 +49,7 @@ def kernels() -> Iterator[Kernel]:
     for layout in ATTENTION_LAYOUTS:
         for aligned in (True, False):
             yield pack_kernel(layout, aligned)
-    yield from map(unpack_kernel, (*ATTENTION_LAYOUTS, INDEXER_FP8))
+    yield from map(unpack_kernel, (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS))
 
 
 def concat_and_cache_mla(

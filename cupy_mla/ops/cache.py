@@ -14,7 +14,7 @@ from ..checks.validate import ALIGNMENT, INDEXER_ALIGNMENT, cache_layout, requir
 from ..checks.values import check_slots
 from ..cuda import cache as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, INT64
-from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_FP8, INDEXER_LAYOUTS
+from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_LAYOUTS
 from ..reference import cache as reference
 from ..typing import A, AnyArray, CacheLayout, CallScale, DenseLayout, ScaleFormat, WritableLayout
 from .scales import scale_of_rows
@@ -139,8 +139,8 @@ def unpack_rows(
 
     Args:
         cache: [num_blocks, block_size, (1,) last axis] in any layout, told by dtype and last axis: bfloat16 of 576 or
-            512 values, uint8 or float8_e4m3fn of 656 bytes (V32_FP8), 584 (V4_FP8), 576 or 512 (PLAIN_FP8) or 132
-            (INDEXER_FP8).
+            512 values, uint8 or float8_e4m3fn of 656 bytes (V32_FP8), 584 (V4_FP8), 576 or 512 (PLAIN_FP8), 132
+            (INDEXER_FP8) or 68 (INDEXER_MXFP4).
         slots: [n] int32 or int64. The row of a slot that is negative or beyond the cache is zeros.
         out: [n, d_qk] float32, written in place when given.
         k_scale: of PLAIN_FP8, as of `concat_and_cache_mla`.
@@ -163,8 +163,8 @@ def unpack_rows(
     """
     place, (cache_, slots_) = bind(cache=cache, slots=slots)
     (out_,) = place.optional(out=out)
-    told = cache_layout(cache_, (*ATTENTION_LAYOUTS, INDEXER_FP8), asked=layout)
-    require_cache(cache_, told, INDEXER_ALIGNMENT if told is INDEXER_FP8 else ALIGNMENT)
+    told = cache_layout(cache_, (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS), asked=layout)
+    require_cache(cache_, told, INDEXER_ALIGNMENT if told in INDEXER_LAYOUTS else ALIGNMENT)
     (count,) = slots_.require((INT32, INT64), "n").shape
     out_ = place.output("out", out_, (count, told.d_qk), FLOAT32)
     if arrays.CHECK_VALUES:

@@ -332,7 +332,7 @@ def indexer_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[
 
 def unpacking_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     """Slots of every second call are int64."""
-    for i, layout in enumerate((*(row.layout for row in _formats(wanted)), INDEXER_FP8)):
+    for i, layout in enumerate((*(row.layout for row in _formats(wanted)), *INDEXER_LAYOUTS)):
         slots = _slots(rng, wanted).astype(np.int64 if i % 2 else np.int32)
         arguments = {"cache": _full_cache(rng, layout), "slots": slots, **_named(layout)}
         yield Call(f"{layout.name} of {layout.d_qk}", arguments)

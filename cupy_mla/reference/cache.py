@@ -10,7 +10,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..dtypes import BFLOAT16, E4M3, E4M3_MAX, E8M0, FLOAT32
-from ..layouts import Layout
+from ..layouts import INDEXER_MXFP4, Layout
+from . import mxfp4
 
 FLT_MIN = np.finfo(np.float32).tiny
 AMAX_FLOOR = 1e-4  # keeps power-of-two scales from vanishing with a tile's values
@@ -96,6 +97,10 @@ def rows_of(cache: np.ndarray, layout: Layout, slots: np.ndarray, k_scale: float
         return cache[block, offset].astype(np.float32)
     if layout.scale_of_call:
         return cache[block, offset].view(E4M3).astype(np.float32) * np.asarray(k_scale, np.float32)
+    if layout is INDEXER_MXFP4:
+        codes, _, scale_bytes = _regions(layout, cache)
+        codes = codes[..., : layout.row_stride]  # the rest is the next row's
+        return mxfp4.dequantize(codes[block, offset], scale_bytes[block, offset]).astype(np.float32)
     nope, rope, scale_bytes = (region[block, offset] for region in _regions(layout, cache))
     scale_dtype = FLOAT32 if layout.scale_kind == "fp32" else E8M0
     scales = scale_bytes.view(scale_dtype)[:, : layout.num_scales].astype(np.float32)
