@@ -174,7 +174,8 @@ def flash_mla_with_kvcache(
         is_fp8_kvcache: whether `k_cache` holds FP8 rows; must agree with `k_cache`; None: as `k_cache` says.
         indices: [b, s_q, topk] int32 slots; None: dense mode, which takes neither lengths of lists nor an extra cache.
         enable_batch_invariant: as `get_mla_metadata(batch_invariant=True)`.
-        use_legacy: which of its kernels FlashMLA takes; it changes nothing here.
+        use_legacy: which of its kernels FlashMLA takes. Here it says that `kv_format="V41"` is V41_FP8_SPLIT, which
+            those read; else it changes nothing.
         kv_format: the layout of `k_cache`, with which it must agree: "V32" (V32_FP8), "V32_NO_ROPE" (V32_NOPE_FP8),
             "V4" (V4_FP8), "V41" (V41_FP8), or a name that `cupy_mla.empty_cache` takes. None: as `k_cache` says, but of
             rows of 528 bytes.
@@ -208,8 +209,8 @@ def flash_mla_with_kvcache(
     batch_invariant = meta.batch_invariant
     if enable_batch_invariant is not False:
         batch_invariant |= require_bool("enable_batch_invariant", enable_batch_invariant)
-    if use_legacy is not False:
-        require_bool("use_legacy", use_legacy)
+    if use_legacy is not False and require_bool("use_legacy", use_legacy) and kv_format == "V41":
+        kv_format = "v41_fp8_split"
     settings = (
         head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, meta.shapes, meta.num_splits, kv_format,
     )  # fmt: skip

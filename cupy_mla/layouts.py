@@ -20,6 +20,7 @@ from .checks.options import require_bool, require_choice, require_instance, requ
 from .dtypes import BFLOAT16, FLOAT16, UINT8
 
 D_V = 512  # value width of every DeepSeek sparse layer
+LEAST_SCALE = 2.0**-22  # UE8M0, of vLLM's writers: the power of two from 1e-4 / 448 on
 
 
 @dataclass(frozen=True, eq=False)  # there is one of each, so that it may be a cache's key without a look inside
@@ -27,8 +28,8 @@ class Layout:
     """How one token's latent KV row lies in a paged cache. All offsets and sizes are in bytes, widths in values.
 
     Attributes:
-        name: "bf16", "fp16", "v32_fp8", "v4_fp8", "plain_fp8", "v32_nope_fp8", "v41_fp8", "indexer_fp8" or
-            "indexer_mxfp4".
+        name: "bf16", "fp16", "v32_fp8", "v4_fp8", "plain_fp8", "v32_nope_fp8", "v41_fp8", "v41_fp8_split",
+            "indexer_fp8" or "indexer_mxfp4".
         d_qk: values a row has for Q.K (its first `D_V` values are V); 576 or 512 (128 for the indexer).
         d_nope, d_rope: the values that are quantized, and the bf16 ones behind them (the RoPE part of V3.2 and V4).
         token_bytes: bytes a token takes in the cache array (its last axis times the item size).
@@ -174,6 +175,11 @@ V41_FP8 = Layout(
     "v41_fp8", 512, 512, 0, token_bytes=528, row_stride=528, rope_offset=528,
     scale_kind="ue8m0", scale_tile=32, scale_offset=512, told=False, of_v4=True, reader="v41_fp8",
 )  # fmt: skip
+V41_FP8_SPLIT = Layout(
+    "v41_fp8_split", 512, 512, 0, token_bytes=528, row_stride=512, rope_offset=512,
+    scale_kind="ue8m0", scale_tile=32, scale_offset=-1, scale_stride=16, block_align=512, told=False, of_v4=True,
+    reader="v4_fp8",
+)  # fmt: skip
 INDEXER_FP8 = Layout(
     "indexer_fp8", 128, 128, 0, token_bytes=132, row_stride=128, rope_offset=128,
     scale_kind="fp32", scale_tile=128, scale_offset=-1, scale_stride=4,
@@ -185,7 +191,17 @@ INDEXER_MXFP4 = Layout(  # two e2m1 values a byte
 )  # fmt: skip
 
 # Told apart by dtype and last axis, or named.
-ATTENTION_LAYOUTS = (BF16_576, BF16_512, V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512, V32_NOPE_FP8, V41_FP8)
+ATTENTION_LAYOUTS = (
+    BF16_576,
+    BF16_512,
+    V32_FP8,
+    V4_FP8,
+    PLAIN_FP8_576,
+    PLAIN_FP8_512,
+    V32_NOPE_FP8,
+    V41_FP8,
+    V41_FP8_SPLIT,
+)
 DENSE_LAYOUTS = (*ATTENTION_LAYOUTS, FP16_576, FP16_512)  # of `dense_decode`
 INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_MXFP4)  # told apart by dtype and last axis
 FP8_OF_V32 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.quantized and not layout.of_v4)
@@ -194,7 +210,7 @@ FP8_OF_V4 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.of_v4)
 # The same names for type checkers, which read no tuples.
 CacheLayout = Literal[
     "bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "v4_fp8", "plain_fp8", "fp8", "fp8_e4m3",
-    "v32_nope_fp8", "v41_fp8",
+    "v32_nope_fp8", "v41_fp8", "v41_fp8_split",
 ]  # fmt: skip
 DenseLayout = Literal[CacheLayout, "fp16", "float16"]
 WritableLayout = Literal[

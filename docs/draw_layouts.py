@@ -24,14 +24,15 @@ from cupy_mla.layouts import (
     V32_FP8,
     V32_NOPE_FP8,
     V41_FP8,
+    V41_FP8_SPLIT,
     Layout,
 )
 
 FOLDER = Path(__file__).resolve().parent / "layouts"
 LAYOUTS = {
     "bf16_576": BF16_576, "bf16_512": BF16_512, "v32_fp8": V32_FP8, "v4_fp8": V4_FP8, "plain_fp8_576": PLAIN_FP8_576,
-    "plain_fp8_512": PLAIN_FP8_512, "v32_nope_fp8": V32_NOPE_FP8, "v41_fp8": V41_FP8, "indexer_fp8": INDEXER_FP8,
-    "indexer_mxfp4": INDEXER_MXFP4,
+    "plain_fp8_512": PLAIN_FP8_512, "v32_nope_fp8": V32_NOPE_FP8, "v41_fp8": V41_FP8, "v41_fp8_split": V41_FP8_SPLIT,
+    "indexer_fp8": INDEXER_FP8, "indexer_mxfp4": INDEXER_MXFP4,
 }  # fmt: skip
 
 WIDTH, BAR, LEAST = 880, 44, 96  # pixels: of all, of a bar's height, of the narrowest part

@@ -81,6 +81,7 @@ FP16_576 = Format("fp16_576", 576, 0, 0, 1152, dtype=np.dtype(np.float16))
 FP16_512 = Format("fp16_512", 512, 0, 0, 1024, dtype=np.dtype(np.float16))
 V32_NOPE = Format("v32_nope_fp8", 512, 512, 128, 528)
 V41 = Format("v41_fp8", 512, 512, 32, 528)
+V41_SPLIT = Format("v41_fp8_split", 512, 512, 32, 528)
 FORMATS = (BF16_576, BF16_512, V32, V4, PLAIN_576, PLAIN_512)
 DENSE_FORMATS = (*FORMATS, FP16_576, FP16_512)
 
@@ -101,6 +102,10 @@ def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray
         token = block[528 * t : 528 * (t + 1)]
         codes, rope = token[:512], b""
         scales = np.ldexp(1.0, np.frombuffer(token[512:], np.uint8).astype(int) - 127)
+    elif fmt is V41_SPLIT:
+        start = 512 * block_size + 16 * t
+        codes, rope = block[512 * t : 512 * (t + 1)], b""
+        scales = np.ldexp(1.0, np.frombuffer(block[start : start + 16], np.uint8).astype(int) - 127)
     else:
         token = block[576 * t : 576 * (t + 1)]
         codes, rope = token[:448], token[448:576]
@@ -129,6 +134,8 @@ def pack_row(fmt: Format, row: np.ndarray, scale_format: str = "fp32") -> tuple[
     exponents = bytes(min(max(round(math.log2(s)) + 127, 0), 255) for s in scales)
     if fmt is V41:
         return codes + exponents, b""
+    if fmt is V41_SPLIT:
+        return codes, exponents
     return codes + rope, exponents + b"\0"
 
 
@@ -137,7 +144,7 @@ def _scale(fmt: Format, amax: np.float32, scale_format: str) -> np.float32:
         exponent = math.ceil(math.log2(x))  # in float64: exact at powers of two, and no float32 is closer to one
         return np.float32(2.0**exponent)
 
-    if fmt in (V4, V41) and scale_format != "quotient":
+    if fmt in (V4, V41, V41_SPLIT) and scale_format != "quotient":
         return power_of_two_from(max(amax, np.float32(1e-4)) / np.float32(448))
     scale = amax / np.float32(448)
     if scale_format in ("ue8m0", "quotient"):  # what is floored at 1e-4
@@ -152,8 +159,8 @@ def write_token(
     data, scales = pack_row(fmt, row, scale_format)
     block[len(data) * t : len(data) * (t + 1)] = np.frombuffer(data, np.uint8)
     if scales:
-        start = 576 * block_size + 8 * t
-        block[start : start + 8] = np.frombuffer(scales, np.uint8)
+        start = len(data) * block_size + len(scales) * t
+        block[start : start + len(scales)] = np.frombuffer(scales, np.uint8)
 
 
 def named_rows(fmt: Format, cache: np.ndarray, entries: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ from cupy_mla.layouts import (
     V32_FP8,
     V32_NOPE_FP8,
     V41_FP8,
+    V41_FP8_SPLIT,
 )
 from cupy_mla.ops import cache as ops_cache
 
@@ -40,6 +41,7 @@ every_layout = pytest.mark.parametrize("layout", ALL, ids=lambda layout: f"{layo
         (PLAIN_FP8_512, 512, 512, 512, 512, 512, 0, 0),
         (V32_NOPE_FP8, 512, 512, 528, 528, 528, 4, 512),
         (V41_FP8, 512, 512, 528, 528, 528, 16, 512),
+        (V41_FP8_SPLIT, 512, 512, 528, 512, 512, 16, -1),
         (INDEXER_FP8, 128, 128, 132, 128, 128, 1, -1),
     ],
 )
@@ -72,7 +74,8 @@ def test_array_of_a_layout(layout):
 
 @pytest.mark.parametrize(
     ("layout", "block_size", "expected"),
-    [(V4_FP8, 1, 1152), (V4_FP8, 2, 1728), (V4_FP8, 64, 37440), (V4_FP8, 61, 35712), (V4_FP8, 256, 149760),
+    [(V41_FP8_SPLIT, 1, 1024), (V41_FP8_SPLIT, 64, 33792), (V41_FP8, 3, 1584),
+     (V4_FP8, 1, 1152), (V4_FP8, 2, 1728), (V4_FP8, 64, 37440), (V4_FP8, 61, 35712), (V4_FP8, 256, 149760),
      (V32_FP8, 64, 41984), (V32_FP8, 1, 656), (BF16_576, 3, 3456), (INDEXER_FP8, 64, 8448)],
 )  # fmt: skip
 def test_block_stride(layout, block_size, expected):

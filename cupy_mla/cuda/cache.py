@@ -8,7 +8,7 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import ATTENTION_LAYOUTS, D_V, INDEXER_LAYOUTS, Layout
+from ..layouts import ATTENTION_LAYOUTS, D_V, INDEXER_LAYOUTS, LEAST_SCALE, Layout
 from . import structs
 from .driver import Gpu
 from .indexer import defines_of
@@ -101,7 +101,7 @@ def _pack(
     slots: Array,
     power_of_two: bool,
     k_scale: Array | float = 1.0,
-    least_scale: float = 0.0,
+    least_scale: float = LEAST_SCALE,
 ) -> Program:
     (tokens,) = slots.shape
     num_blocks, block_size, _ = cache.shape

@@ -90,7 +90,7 @@ def quantize_and_insert_k_cache(
     slot_mapping: AnyArray,
     *,
     layout: CacheLayout | None = None,
-    scale_floor: float = 2.0**-22,
+    scale_floor: float = layouts.LEAST_SCALE,
 ) -> None:
     """Write tokens into a paged cache in layout V4_FP8 or V41_FP8.
 

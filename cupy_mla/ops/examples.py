@@ -89,6 +89,7 @@ FORMATS = (
     Format(layouts.PLAIN_FP8_512),
     Format(layouts.V32_NOPE_FP8),
     Format(layouts.V41_FP8),
+    Format(layouts.V41_FP8_SPLIT),
     Format(layouts.FP16_576),
     Format(layouts.FP16_512),
 )

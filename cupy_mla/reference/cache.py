@@ -10,13 +10,12 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..dtypes import BFLOAT16, E4M3, E4M3_MAX, E8M0, FLOAT32
-from ..layouts import INDEXER_MXFP4, Layout
+from ..layouts import INDEXER_MXFP4, LEAST_SCALE, Layout
 from . import mxfp4
 
 FLT_MIN = np.finfo(np.float32).tiny
 AMAX_FLOOR = 1e-4  # keeps power-of-two scales from vanishing with a tile's values
 E8M0_BIAS = 127
-LEAST_SCALE = 2.0**-22  # UE8M0, of writers that floor the largest magnitude: the power of two from AMAX_FLOOR / 448 on
 
 
 @np.errstate(all="ignore")

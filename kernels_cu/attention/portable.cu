@@ -73,6 +73,7 @@
 #include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
 #include "rows/items.cuh"
+#include "rows/place.cuh"
 #include "rows/quantize.cuh"
 #include "tile/ring.cuh"
 #include "tile/softmax.cuh"

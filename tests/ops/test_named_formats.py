@@ -16,8 +16,8 @@ from ..dense import off_zero as off_zero_dense
 from ..kinds import BF16, NumPy, poisoned
 from ..vectors import LATENT, told
 
-FORMATS = (oracle.V32_NOPE, oracle.V41)
-OF_V4 = (oracle.V41,)
+FORMATS = (oracle.V32_NOPE, oracle.V41, oracle.V41_SPLIT)
+OF_V4 = (oracle.V41, oracle.V41_SPLIT)
 FLOORS = {"fp32": 2.0**-22, "quotient": 2.0**-13}  # of UE8M0 scales
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 FLOAT32 = np.dtype(np.float32)
@@ -59,10 +59,11 @@ def test_rows_are_packed(kind, rng, fmt, scale_format):
     slots[3], slots[5] = -1, num_blocks * block_size
     cache = kind.put(poisoned((num_blocks, block_size, fmt.token_bytes), np.uint8))
     pack(kind, fmt, rows, cache, slots, scale_format=scale_format)
-    want = np.full((num_blocks * block_size, fmt.token_bytes), 0xFF, np.uint8)
+    want = np.full((num_blocks, block_size * fmt.token_bytes), 0xFF, np.uint8)
     for row, slot in zip(rows, slots, strict=True):
-        if 0 <= slot < len(want):
-            want[slot] = np.frombuffer(oracle.pack_row(fmt, row, scale_format)[0], np.uint8)
+        if 0 <= slot < num_blocks * block_size:
+            block, t = divmod(int(slot), block_size)
+            oracle.write_token(fmt, want[block], block_size, t, row, scale_format)
     np.testing.assert_array_equal(kind.take(cache).reshape(want.shape), want)
 
 
@@ -74,6 +75,8 @@ def test_rows_are_packed(kind, rng, fmt, scale_format):
      (oracle.V32_NOPE, "B", "ue8m0", ("7000000000fe0000", "298982f8829137d3")),
      (oracle.V41, "A", "fp32", ("fad879f6687bf271", "660ab09fb826c4d3")),
      (oracle.V41, "B", "fp32", ("7000000000fe0000", "3122d7eb87410bb1")),
+     (oracle.V41_SPLIT, "A", "fp32", ("fad879f6687bf271", "660ab09fb826c4d3")),
+     (oracle.V41_SPLIT, "B", "quotient", ("7000000000fe0000", "31d4f767039eb6d9")),
      (oracle.V41, "A", "quotient", ("fad879f6687bf271", "660ab09fb826c4d3")),
      (oracle.V41, "B", "quotient", ("7000000000fe0000", "31d4f767039eb6d9"))],
 )  # fmt: skip
@@ -153,15 +156,26 @@ def test_dense_decode(kind, rng, fmt, h_q):
 
 
 @pytest.mark.parametrize(
-    ("kv_format", "fmt"), [("V32_NO_ROPE", oracle.V32_NOPE), ("v32_nope_fp8", oracle.V32_NOPE), ("V41", oracle.V41)]
-)
-def test_front_door(kind, rng, kv_format, fmt):
+    ("kv_format", "use_legacy", "fmt"),
+    [("V32_NO_ROPE", False, oracle.V32_NOPE), ("v32_nope_fp8", True, oracle.V32_NOPE), ("V41", False, oracle.V41),
+     ("V41", True, oracle.V41_SPLIT), ("v41_fp8", True, oracle.V41)],
+)  # fmt: skip
+def test_front_door(kind, rng, kv_format, use_legacy, fmt):
     main = paged(rng, fmt, 2, 1, 64, 64)
     q = kind.put(queries(rng, 2, 1, 64, fmt.d_qk))
     cache, indices = kind.put(main.cache[:, :, None]), kind.put(main.indices)
     schedule, _ = cupy_mla.get_mla_metadata()
     got = cupy_mla.flash_mla_with_kvcache(
-        q, cache, None, None, 512, schedule, is_fp8_kvcache=True, indices=indices, kv_format=kv_format
+        q,
+        cache,
+        None,
+        None,
+        512,
+        schedule,
+        is_fp8_kvcache=True,
+        indices=indices,
+        kv_format=kv_format,
+        use_legacy=use_legacy,
     )
     want = cupy_mla.sparse_decode(q, cache, indices, fmt.d_qk**-0.5, layout=fmt.name)
     for a, b in zip(got, want, strict=True):
@@ -212,7 +226,7 @@ def test_scale_floors_are_powers_of_two(floor):
 
 
 ANYTHING = "rows of 528 bytes may be anything: say"
-NAMES = "'v32_nope_fp8' or 'v41_fp8'"
+NAMES = "'v32_nope_fp8' or 'v41_fp8' or 'v41_fp8_split'"
 
 
 def test_a_layout_must_be_named():

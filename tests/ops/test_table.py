@@ -124,7 +124,7 @@ def test_caches_keep_their_block_stride(rng) -> None:
         return array
 
     operation = OPERATIONS["dequantize_and_gather_k_cache"]
-    for call in operation.calls(rng):
+    for call in operation.calls(rng, Wanted((layouts.V4_FP8,))):
         operation.run(call, put)
     padded = [a.shape for a in seen if a.ndim == 2 and a.dtype == np.uint8]
     assert padded == [(4, layouts.V4_FP8.block_bytes(block_size)) for block_size in (32, 15)]
