@@ -101,6 +101,15 @@ def merge_case(rng: np.random.Generator) -> None:
         compare_attention(f"attention of ranks {call.detail}", results, references)
 
 
+def compress_case(rng: np.random.Generator) -> None:
+    """Keys of pools of tokens, and their rings; the twins of the keys agree to rounding."""
+    operation = OPERATIONS["kpool_compress"]
+    for call in operation.calls(rng, Wanted(strays=True)):
+        (tail, keys), (want_tail, want) = (operation.run(call, array) for array in (cupy.asarray, np.asarray))
+        compare(f"rings of {call.detail}", tail.view(np.uint16), want_tail.view(np.uint16))
+        compare(f"keys of {call.detail}", keys, want)
+
+
 def backward_case(rng: np.random.Generator, h: int, dtype: str, d_qk: int = 576) -> None:
     """Gradients of a prefill, in one chunk and in several, which must give the same bits."""
     q = (10 * rng.standard_normal((9, h, d_qk))).astype(BF16)
@@ -399,6 +408,7 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
                 partial(logits_case, heads=heads, queries=queries, kernel=kernel),
             )
     yield "attention of ranks", merge_case
+    yield "compress pools", compress_case
     for h, dtype, d_qk in ((7, "float32", 576), (32, "bfloat16", 512), (64, "bfloat16", 576), (70, "float32", 576)):
         yield f"backward h {h} d_qk {d_qk}", partial(backward_case, h=h, dtype=dtype, d_qk=d_qk)
     for rows, width in ((200, 5000), (200, 20000), (900, 8000), (600, 17000), (3, 20000), (2, 200000), (100, 40000)):

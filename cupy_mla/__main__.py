@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from .bridges import require_cupy
 from .checks.options import require_choice
-from .config import SparseMLAConfig
+from .config import RATIOS, SparseMLAConfig
 from .layouts import FP8_OF_V4, by_name, names
 from .selfcheck import report
 from .selfcheck.warmup import warmup
+from .typing import ModelKind
 
 CHECK = """Says what is installed, which kernels this GPU gets and how long they take to compile, and compares a small
 call of every operation with the NumPy reference. Exit status: 0 all is well, 1 something is wrong, 2 there is no GPU to
@@ -47,8 +48,14 @@ def parser() -> argparse.ArgumentParser:
         "--block-size", type=int, help="tokens a block of the cache (default: 64, and 256 for V4's compressed caches)"
     )  # fmt: skip
     warm.add_argument(
-        "--compress-ratio", type=int, nargs="+", default=[1, 4, 128], help="kinds of V4 layers (default: all)"
+        "--model",
+        choices=("v32", "v4", "v41"),
+        help="kind of the model (default: v4 where rows have 512 values, else v32)",
     )
+    warm.add_argument(
+        "--compress-ratio", type=int, nargs="+", help="kinds of V4 or V4.1 layers (default: all of the model)"
+    )
+    warm.add_argument("--kpool", type=int, default=1, help="tokens of a pool of the indexer's keys (default: 1)")
     warm.add_argument("--device", type=int, default=argparse.SUPPRESS, help="the GPU (default: 0)")
     return top
 
@@ -58,12 +65,14 @@ def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig]:
     for name in options.layout:
         require_choice("layout", name, names())
         layout = by_name(name, options.d_qk)
-        for ratio in options.compress_ratio if layout in FP8_OF_V4 else [1]:
-            block_size = options.block_size if options.block_size is not None else 256 if ratio > 1 else 64
+        model: ModelKind | None = options.model or ("v4" if layout in FP8_OF_V4 else None)
+        for ratio in options.compress_ratio or RATIOS[model] if model in ("v4", "v41") else [1]:
+            compressed = model in ("v4", "v41") and ratio > RATIOS[model][0]
+            block_size = options.block_size if options.block_size is not None else 256 if compressed else 64
             yield SparseMLAConfig(
-                options.heads, layout.d_qk, topk=options.topk, block_size=block_size, cache_layout=name,
-                max_num_seqs=options.max_num_seqs, num_speculative_tokens=options.speculative_tokens,
-                compress_ratio=ratio,
+                options.heads, options.d_qk if model == "v32" else layout.d_qk, topk=options.topk, kpool=options.kpool,
+                block_size=block_size, cache_layout=name, max_num_seqs=options.max_num_seqs,
+                num_speculative_tokens=options.speculative_tokens, compress_ratio=ratio, model=model,
             )  # fmt: skip
 
 

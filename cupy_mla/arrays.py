@@ -278,9 +278,11 @@ class Array:
 
 def arrays_in(arguments: Iterable[Any]) -> list[Array]:
     """The arrays among the arguments of a call, and in tuples that are arguments."""
-    flat: list[Any] = []
-    for one in arguments:
-        flat += one if isinstance(one, tuple) else (one,)
+    flat = arguments = [*arguments]
+    if True in map(isinstance, arguments, repeat(tuple)):
+        flat = []
+        for one in arguments:
+            flat += one if isinstance(one, tuple) else (one,)
     return [*compress(flat, map(is_, map(type, flat), repeat(Array)))]
 
 

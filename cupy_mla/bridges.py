@@ -330,7 +330,7 @@ class TorchLibrary(Library):
         torch, (read, strides, negative, wants) = sys.modules["torch"], facts
         of_torch, devices, layouts, shapes = zip(*read, strict=True)
         dtypes = [*map(_torch_dtypes()[0].get, of_torch)]
-        plain = None not in dtypes and {*layouts} == {torch.strided} and len({*devices}) == 1 and place.on_gpu
+        plain = None not in dtypes and {*layouts} == {torch.strided} and len({*devices}) == 1
         if not plain or wants or True in negative or True in map(torch.Tensor.is_conj, arrays):
             return None
         return [*map(Array, names, arrays, repeat(place), dtypes, map(tuple, shapes), strides, pointers)]

@@ -144,6 +144,21 @@ class SparseMLAConfig:
         return self.topk + self.kpool - 1
 
     @property
+    def index_topk(self) -> int:
+        """Keys that the indexer chooses for each query token: rows or, with kpool, pools."""
+        return self.topk // self.kpool
+
+    @property
+    def tokens_per_key(self) -> int:
+        """Tokens that a key of the indexer stands for."""
+        return self.tokens_per_row * self.kpool
+
+    @property
+    def keys_per_block(self) -> int:
+        """Keys a block of the indexer's cache holds."""
+        return self.block_size // self.tokens_per_key
+
+    @property
     def tokens_per_row(self) -> int:
         """Tokens that a row of the layers' cache (of a compressed layer's compressed cache) stands for."""
         return max(self.compress_ratio, 1)
@@ -161,7 +176,7 @@ class SparseMLAConfig:
     @property
     def max_index_keys(self) -> int:
         """Most keys that the indexer has of a sequence: its tokens, its complete compressed rows or whole pools."""
-        return self.max_model_len // (self.tokens_per_row * self.kpool)
+        return self.max_model_len // self.tokens_per_key
 
     @property
     def use_mixed_batch(self) -> bool:

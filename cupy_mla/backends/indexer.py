@@ -21,6 +21,7 @@ from ..metadata.indexer import (
 from ..ops.cache import SCALE_FORMATS
 from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache, indexer_layout
 from ..ops.logits import HEADS, D
+from ..ops.pools import expand_pools_and_append_tail
 from ..ops.topk import MAX_K, select_rows, select_rows_paged
 from ..typing import A, AnyArray, ScaleFormat
 from .steps import Step
@@ -28,8 +29,8 @@ from .workspace import Workspace
 
 
 class IndexerImpl:
-    """The indexer of DeepSeek-V3.2 layers, and of V4's C4A layers. It keeps no state of its own: all layers may share
-    one.
+    """The indexer of DeepSeek-V3.2 layers, of V4's C4A layers, of V4.1's C1A and C2A layers, and of layers whose keys
+    stand for pools of tokens. It keeps no state of its own: all layers may share one.
 
     Args:
         config: the layers and the engine's maxima.
@@ -57,16 +58,16 @@ class IndexerImpl:
         require_indexed(config)
         require_instance("workspace", workspace, Workspace)
         require_choice("scale_format", scale_format, SCALE_FORMATS)
-        if config.topk > MAX_K:
+        if config.index_topk > MAX_K:
             raise ValueError(f"config: the indexer chooses at most {MAX_K} rows, topk is {config.topk}")
         self.config = config
         self.workspace = workspace
         self._checked: IndexerMetadata | None = None  # all layers of a step are handed the same
         self.scale_format: ScaleFormat = scale_format
-        counted = workspace.place.empty((config.topk,), INT32)
+        counted = workspace.place.empty((config.index_topk,), INT32)
         counted[...] = 1
         counted[...] = counted.cumsum(0)
-        self._counted: Any = counted  # [topk] from 1 on
+        self._counted: Any = counted  # [index_topk] from 1 on
 
     def forward(
         self,
@@ -76,6 +77,8 @@ class IndexerImpl:
         kv_cache: AnyArray,
         metadata: IndexerMetadata | None,
         topk_indices_buffer: A,
+        *,
+        valid_counts: AnyArray | None = None,
     ) -> A:
         """Pack a step's keys into the cache, and choose rows for each of its query tokens.
 
@@ -85,8 +88,9 @@ class IndexerImpl:
         in one where no sequence can have more.
 
         Args:
-            k: [T, (1,) 128] bfloat16 keys, rotated. With compression row t is the key that token t completes; rows of
-                tokens that complete none are not read. None: the cache holds the step's keys already.
+            k: [T, (1,) 128] bfloat16 keys, rotated. With compression, or pools of tokens (from `kpool_compress`), row t
+                is the key that token t completes; rows of tokens that complete none are not read. None: the cache holds
+                the step's keys already.
             q8: [T, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64, from `quantize_indexer_q`.
             w: [T, H] float32 weights of the heads, from `quantize_indexer_q`.
             kv_cache: [num_blocks, rows, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, as many rows a block as
@@ -96,7 +100,9 @@ class IndexerImpl:
                 chooses nothing.
             topk_indices_buffer: [at least T, topk] int32. Row t is given token t's positions in its request, ascending,
                 -1 behind the last: token positions, with compression those of compressed rows. Rows from T on are left
-                as they are.
+                as they are. With the config's kpool [at least T, topk + kpool - 1]: the tokens of chosen pools, and
+                behind them those that make no whole pool.
+            valid_counts: [T] int32, how many positions each row is given; written in place, with kpool alone.
 
         Returns:
             topk_indices_buffer[:T], which `SparseMLAImpl.forward_mqa` and `DeepseekV4Layer` take; of a warm-up T is the
@@ -109,18 +115,20 @@ class IndexerImpl:
         if place != self.workspace.place:
             raise ValueError(f"q8: expected it where the workspace is, {self.workspace.place}, got {place}")
         tokens, heads, _ = q.require(QUANTIZED, "T", HEADS, D).shape
-        chosen.require(INT32, "tokens", self.config.topk).require_writable()
+        chosen.require(INT32, "tokens", self.config.topk_width).require_writable()
         if metadata is None:
             self._reserve(place, heads)
             chosen.obj[...] = -1
             return chosen.obj[:tokens]
         indexer_layout(cache)
-        if cache.shape[1] != self.config.rows_per_block:
+        if cache.shape[1] != self.config.keys_per_block:
             raise ValueError(
-                f"kv_cache: expected {self.config.rows_per_block} rows a block (config), got {cache.shape[1]}"
+                f"kv_cache: expected {self.config.keys_per_block} rows a block (config), got {cache.shape[1]}"
             )
         place.admit(describe("w", w)).require(FLOAT32, tokens, heads)
         self._check(metadata, tokens, chosen.shape[0])
+        if valid_counts is not None and metadata.token_context_lens is None:
+            raise ValueError("valid_counts: expected None for layers without pools of tokens (config's kpool)")
         if k is not None:
             require_array("k", k)
             if k.shape[:1] != (tokens,):
@@ -128,28 +136,34 @@ class IndexerImpl:
             indexer_k_quant_and_cache(k, kv_cache, metadata.slot_mapping, self.scale_format)
         places = 0 if metadata.decode is None else _places(metadata.decode)
         rows = max((chunk.num_keys for chunk in metadata.prefill_chunks if not chunk.choose_all), default=0)
-        keys, scales, padded = self._scratch(rows, places)
+        keys, scales, padded, pools, counts = self._scratch(rows, places, tokens)
+        into = chosen.obj if metadata.token_context_lens is None else pools
         if metadata.decode is not None:
             end = metadata.num_decode_tokens
             short = metadata.decode.short and not (place.on_gpu and place.is_capturing())
-            self._decode(metadata.decode, q.obj[:end], w, kv_cache, padded, chosen.obj[:end], short)
+            self._decode(metadata.decode, q.obj[:end], w, kv_cache, padded, into[:end], short)
         for chunk in metadata.prefill_chunks:
-            self._prefill(chunk, q.obj, w, kv_cache, keys, scales, chosen.obj)
+            self._prefill(chunk, q.obj, w, kv_cache, keys, scales, into)
         if metadata.num_prefills:  # tokens that pad the batch
             last = metadata.prefill_chunks[-1].tokens_slice.stop if metadata.prefill_chunks else 0
-            chosen.obj[max(last, metadata.num_decode_tokens) : tokens] = -1
+            into[max(last, metadata.num_decode_tokens) : tokens] = -1
+        if metadata.token_context_lens is not None:
+            expand_pools_and_append_tail(
+                pools, metadata.token_context_lens, self.config.kpool, out=chosen.obj[:tokens],
+                lens=counts if valid_counts is None else valid_counts,
+            )  # fmt: skip
         return chosen.obj[:tokens]
 
     def _decode(
         self, decode: IndexerDecodeMetadata, q8: Any, w: Any, kv_cache: Any, padded: Any, chosen: Any, short: bool
     ) -> None:
-        """q8 [Td, H, 128], chosen [Td, topk]."""
+        """q8 [Td, H, 128], chosen [Td, index_topk]."""
         if decode.choose_all or (short and decode.requires_padding):
             lens: Any = decode.context_lens
             lens = lens.reshape(-1)
             self._choose_all(lens[decode.token_rows] if decode.requires_padding else lens, chosen)
             return
-        requests, topk = decode.block_table.shape[0], self.config.topk
+        requests, topk = decode.block_table.shape[0], self.config.index_topk
         w, to = w[: len(q8)], chosen
         if decode.requires_padding:
             q8, w, to = q8[decode.padded_rows], w[decode.padded_rows], padded
@@ -164,7 +178,7 @@ class IndexerImpl:
     def _prefill(
         self, chunk: IndexerPrefillChunk, q8: Any, w: Any, kv_cache: Any, keys: Any, scales: Any, chosen: Any
     ) -> None:
-        """Of the whole batch: q8 [T, H, 128], chosen [T, topk]."""
+        """Of the whole batch: q8 [T, H, 128], chosen [T, index_topk]."""
         tokens = chunk.tokens_slice
         if chunk.choose_all:
             ends: Any = chunk.ends
@@ -174,7 +188,7 @@ class IndexerImpl:
         if chunk.gathers:
             cp_gather_indexer_k_quant_cache(kv_cache, keys, scales, chunk.block_table, chunk.cu_seq_lens)
         select_rows(
-            q8[tokens], keys, scales, w[tokens], chunk.starts, chunk.ends, self.config.topk,
+            q8[tokens], keys, scales, w[tokens], chunk.starts, chunk.ends, self.config.index_topk,
             max_workspace_bytes=self.config.max_workspace_bytes, out=chosen[tokens],
         )  # fmt: skip
 
@@ -182,11 +196,13 @@ class IndexerImpl:
         """Choose all keys, for tokens that see `seen` [n] keys each, at most topk."""
         chosen[...] = self._counted * (self._counted <= seen[:, None]) - 1
 
-    def _scratch(self, rows: int, places: int) -> list[Any]:
-        """Room for gathered keys and their scales, and for what padded decodes choose."""
+    def _scratch(self, rows: int, places: int, tokens: int) -> list[Any]:
+        """Room for gathered keys and their scales, for what padded decodes choose, and for chosen pools and counts."""
+        topk, pooled = self.config.index_topk, tokens if self.config.kpool > 1 else 0
         return self.workspace.get_simultaneous(
-            ((rows, D), UINT8), ((rows,), FLOAT32), ((places, self.config.topk), INT32)
-        )
+            ((rows, D), UINT8), ((rows,), FLOAT32), ((places, topk), INT32), ((pooled, topk), INT32),
+            ((pooled,), INT32),
+        )  # fmt: skip
 
     def _reserve(self, place: Place, heads: int) -> None:
         """Have the memory of the largest batch: the workspace, and what operations allocate, which the library keeps
@@ -195,7 +211,7 @@ class IndexerImpl:
         threshold = 1 + config.num_speculative_tokens
         places = config.max_num_seqs * threshold if threshold > 1 else 0
         rows = key_workspace_rows(config)
-        self._scratch(rows, places)
+        self._scratch(rows, places, config.max_num_batched_tokens)
         queries = min(config.max_num_batched_tokens, queries_at_once(rows, config.max_workspace_bytes))
         logits = place.empty((queries, max(rows, 1)), FLOAT32)
         padded = place.empty((places, heads, D + 4), UINT8)
@@ -209,7 +225,7 @@ class IndexerImpl:
             step = Step("metadata", requests, metadata.num_actual_tokens, 0, metadata.slot_mapping)
             step.require(
                 self.config, self.workspace.place, block_size=metadata.block_size, topk=metadata.topk_tokens,
-                compress_ratio=metadata.compress_ratio,
+                compress_ratio=metadata.compress_ratio, kpool=metadata.kpool,
             )  # fmt: skip
             self._checked = metadata
         if tokens != metadata.num_actual_tokens:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, aligned_up, arrays_in
+from ..arrays import HOST, Array, aligned_up, arrays_in
 from ..bridges import Place, dense_strides, describe, place_at, require_apart
 from ..cuda import driver
 from ..cuda.program import Clear, Nonce, Plan, PlanField, Pointer, Program, Slot, Step, argument_slots
@@ -97,9 +97,10 @@ def prepare(
     numbers, library, arrays_of, _, _ = sorted_by_type(tuple(map(type, values)))
     names_of_arrays, objs = arrays_of(names), arrays_of(values)
     slots, arrays = argument_slots(names_of_arrays), None
-    if given is not None and library is not None and library.on_gpu(objs[0]):
+    device = None if library is None else library.device_of(objs[0])
+    if given is not None and library is not None and device not in (None, HOST):
         _, facts, addresses = given
-        place = CallPlace.at(place_at(library.name, library.device_of(objs[0])), len(slots))
+        place = CallPlace.at(place_at(library.name, device), len(slots))
         arrays = library.described(names_of_arrays, objs, facts, place, [*map(Pointer, slots, repeat(0), addresses)])
     if arrays is None:  # one by one, which says what is wrong
         arrays = [*map(describe, names_of_arrays, objs)]

@@ -1,9 +1,9 @@
 """Launches the backward of sparse attention: `kernels_cu/attention/backward*.cu`.
 
 Queries are worked on in chunks, so that memory stays bounded. Each chunk has three launches: `backward_lists` sorts the
-lists, `backward` makes dq and what every query contributes to its rows, and `backward_rows` adds that up. A row's sum
-goes over the queries in their order, across chunks, so bits do not depend on where these begin. `backward_sinks` is the
-last launch of a call with attention sinks.
+lists, `backward_sm90` or `backward` makes dq and what every query contributes to its rows, and `backward_rows` adds
+that up. A row's sum goes over the queries in their order, across chunks, so bits do not depend on where these begin.
+`backward_sinks` is the last launch of a call with attention sinks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..arrays import Array
 from ..dtypes import BFLOAT16, FLOAT32
 from ..dtypes import INT32 as INTEGERS
 from ..layouts import D_V
+from .attention import choose
 from .attention.kernels.portable import LARGE, SMALL
 from .driver import Gpu
 from .kernel import PORTABLE, Kernel
@@ -49,6 +50,7 @@ RANGE_ROWS = 16  # whose gradients a CTA adds up
 DIGIT_BITS = 8  # of a row number, by which lists are sorted in a pass
 MOST_ITEMS = 1 << 30  # contributions of a chunk, which the kernels number
 WIDTHS = (576, 512)
+HEADS_SM90, LEAST_HEADS_SM90 = 64, 33  # of a CTA of `backward_sm90`; of a call that it is for
 
 
 class Shape(NamedTuple):
@@ -68,10 +70,33 @@ SHAPES = {
 }
 
 
-def shape_of(gpu: Gpu, h_q: int) -> Shape:
-    """The shape for so many heads: the smallest that has all, or the largest."""
-    shapes = next(shapes for limit, shapes in SHAPES.items() if gpu.shared_kb >= limit)
+def shape_of(limit: int, h_q: int) -> Shape:
+    """The shape for so many heads and KB of shared memory a CTA: the smallest that has all heads, or the largest."""
+    shapes = next(shapes for least, shapes in SHAPES.items() if limit >= least)
     return next((shape for shape in shapes if h_q <= shape.heads), shapes[-1])
+
+
+class Chosen(NamedTuple):
+    """The kernel that works on queries, and heads of its CTAs."""
+
+    kernel: Kernel
+    heads: int
+
+
+def chosen(gpu: Gpu, a: PrefillBackward) -> Chosen:
+    """The kernel for a call: on Hopper, of more than 32 heads and rows that it can read, that for Hopper, unless a
+    portable one is asked for (`CUPY_MLA_KERNELS`)."""
+    _, h_q, d_qk = a.q.shape
+    asked, _ = choose.asked()
+    if gpu.capability == 90 and not asked.startswith("portable") and h_q >= LEAST_HEADS_SM90 and _aligned(a):
+        return Chosen(sm90_kernel(d_qk), HEADS_SM90)
+    shape = shape_of(SMALL if asked == "portable_99kb" else gpu.shared_kb, h_q)
+    return Chosen(backward_kernel(d_qk, shape), shape.heads)
+
+
+def _aligned(a: PrefillBackward) -> bool:
+    """Whether rows of what is copied start at multiples of 16 bytes."""
+    return all(x.aligned(16) for x in (a.q, a.kv, a.out, a.dout))
 
 
 @cache
@@ -85,6 +110,13 @@ def backward_kernel(d_qk: int, shape: Shape) -> Kernel:
     heads, tile_rows, limit = shape
     defines = {"D_QK": d_qk, "D_V": D_V, "HEADS": heads, "TILE_ROWS": tile_rows, "SHARED_LIMIT": 1024 * limit}
     return Kernel("attention/backward.cu", BACKWARD, defines, archs=ARCHS[limit])
+
+
+@cache
+def sm90_kernel(d_qk: int) -> Kernel:
+    """The kernel for Hopper, for one width of rows."""
+    defines = {"D_QK": d_qk, "D_V": D_V, "HEADS": HEADS_SM90}
+    return Kernel("attention/backward_sm90.cu", BACKWARD, defines, archs=("90a",), target="90a")
 
 
 @cache
@@ -104,6 +136,7 @@ def kernels() -> Iterator[Kernel]:
     for d_qk in WIDTHS:
         for shape in dict.fromkeys(shape for shapes in SHAPES.values() for shape in shapes):
             yield backward_kernel(d_qk, shape)
+        yield sm90_kernel(d_qk)
         yield rows_kernel(d_qk)
     yield sinks_kernel()
 
@@ -145,15 +178,15 @@ class Workspace:
 def sparse_prefill_backward(gpu: Gpu, a: PrefillBackward) -> Program:
     """Twin of `reference.backward.sparse_prefill_backward`."""
     s_q, h_q, _ = a.q.shape
-    s_kv, shape = a.kv.shape[0], shape_of(gpu, h_q)
-    blocks, ranges = ceil_div(h_q, shape.heads), ceil_div(s_kv, RANGE_ROWS)
+    s_kv, (kernel, heads) = a.kv.shape[0], chosen(gpu, a)
+    blocks, ranges = ceil_div(h_q, heads), ceil_div(s_kv, RANGE_ROWS)
     space = Workspace(a, blocks, ranges)
     program: list[Launch] = []
     for first in range(0, max(s_q, 1), space.step):
         queries = min(space.step, s_q - first)
         if queries > 0:
             program.append(_lists(a, space, first, queries, ranges))
-            program.append(_backward(a, space, first, queries, shape))
+            program.append(_backward(a, space, first, queries, kernel, blocks))
         if s_kv > 0:
             program.append(_rows(a, space, first, queries, blocks))
     if space.sink_terms is not None:
@@ -175,10 +208,9 @@ def _lists(a: PrefillBackward, space: Workspace, first: int, queries: int, range
     return Launch(lists_kernel(), (queries, 1, 1), params)
 
 
-def _backward(a: PrefillBackward, space: Workspace, first: int, queries: int, shape: Shape) -> Launch:
+def _backward(a: PrefillBackward, space: Workspace, first: int, queries: int, kernel: Kernel, blocks: int) -> Launch:
     """dq of a chunk's queries, and what they contribute to rows."""
-    _, h_q, d_qk = a.q.shape
-    blocks = ceil_div(h_q, shape.heads)
+    h_q = a.q.shape[1]
     terms = 0 if space.sink_terms is None else space.sink_terms.ptr + 4 * first * h_q
     d_lse = (0, 0) if a.d_lse is None else a.d_lse.strides
     params = BACKWARD(
@@ -190,10 +222,10 @@ def _backward(a: PrefillBackward, space: Workspace, first: int, queries: int, sh
         lse_token=a.lse.strides[0], lse_head=a.lse.strides[1], d_lse_token=d_lse[0], d_lse_head=d_lse[1],
         dq_token=a.dq.strides[0], dq_head=a.dq.strides[1], sink_stride=0 if a.sink is None else a.sink.strides[0],
         h_q=h_q, topk=a.indices.shape[1], blocks=blocks, scale=a.sm_scale, scale_log2=a.sm_scale * math.log2(math.e),
-        wide=int(a.dq.dtype == FLOAT32), aligned=int(all(x.aligned(16) for x in (a.q, a.kv, a.out, a.dout))),
+        wide=int(a.dq.dtype == FLOAT32), aligned=int(_aligned(a)),
         aligned_dq=int(a.dq.aligned(2 * a.dq.dtype.itemsize)),
     )  # fmt: skip
-    return Launch(backward_kernel(d_qk, shape), (queries * blocks, 1, 1), params)
+    return Launch(kernel, (queries * blocks, 1, 1), params)
 
 
 def _rows(a: PrefillBackward, space: Workspace, first: int, queries: int, blocks: int) -> Launch:

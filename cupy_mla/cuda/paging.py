@@ -47,8 +47,11 @@ def integers(array: Array) -> Packed:
 
 def call_scale(scale: Array | float) -> Packed:
     """`struct CallScale` of a scale that a call brings."""
-    if isinstance(scale, Array):
-        return structs.CALL_SCALE(on_device=scale.ptr, known=0.0)
+    return structs.CALL_SCALE(on_device=scale.ptr, known=0.0) if isinstance(scale, Array) else _known_scale(scale)
+
+
+@lru_cache(maxsize=64)
+def _known_scale(scale: float) -> Packed:
     return structs.CALL_SCALE(on_device=0, known=scale)
 
 

@@ -1,5 +1,4 @@
-"""Launches the kernels of pooled keys: `pool_keys` and `pool_tail` of `kernels_cu/indexer`, and `expand_pools` of
-`kernels_cu/indices`."""
+"""Launches the kernels of pooled keys: `pool_keys`, `pool_tail` and `expand_pools` of `kernels_cu/indices`."""
 
 from __future__ import annotations
 
@@ -35,13 +34,13 @@ TOKENS_PER_BLOCK = 8
 @cache
 def keys_kernel() -> Kernel:
     """The kernel that makes keys of whole pools."""
-    return Kernel("indexer/pool_keys.cu", POOL_KEYS, {"TOKENS_PER_BLOCK": TOKENS_PER_BLOCK})
+    return Kernel("indices/pool_keys.cu", POOL_KEYS, {"TOKENS_PER_BLOCK": TOKENS_PER_BLOCK})
 
 
 @cache
 def tail_kernel() -> Kernel:
     """The kernel that keeps what later pools need."""
-    return Kernel("indexer/pool_tail.cu", POOL_TAIL, {"TOKENS_PER_BLOCK": TOKENS_PER_BLOCK})
+    return Kernel("indices/pool_tail.cu", POOL_TAIL, {"TOKENS_PER_BLOCK": TOKENS_PER_BLOCK})
 
 
 @cache

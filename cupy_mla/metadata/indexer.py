@@ -93,10 +93,12 @@ class IndexerMetadata:
     Attributes:
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens: how the batch is split.
         num_actual_tokens: T.
-        slot_mapping: [T] int64, where this step's keys go; with compression -1 for tokens that complete no key.
+        slot_mapping: [T] int64, where this step's keys go; of compressed rows and pools -1 for tokens that complete
+            none.
         block_size: tokens a block.
-        compress_ratio: tokens that a key stands for.
-        topk_tokens: keys chosen for each query token.
+        compress_ratio, kpool: of the config; a key stands for so many tokens.
+        topk_tokens: tokens (of compressed rows: rows) chosen for each query token.
+        token_context_lens: [T] int32 tokens that each query token sees, itself included; None where kpool is 1.
         decode: None without decode tokens.
         prefill_chunks: in order; they hold every prefill token once.
     """
@@ -109,7 +111,9 @@ class IndexerMetadata:
     slot_mapping: AnyArray
     block_size: int
     compress_ratio: int
+    kpool: int
     topk_tokens: int
+    token_context_lens: AnyArray | None
     decode: IndexerDecodeMetadata | None
     prefill_chunks: list[IndexerPrefillChunk]
 
@@ -192,7 +196,8 @@ class IndexerMetadataBuilder:
             Place.from_pair(place),
             {
                 "slot_mapping": ((tokens,), INT64),
-                "own_slots": ((tokens if config.has_compressed_rows else 0,), INT64),
+                "own_slots": ((tokens if _keys_apart(config) else 0,), INT64),
+                "token_context_lens": ((tokens if config.kpool > 1 else 0,), INT32),
                 "context_lens": ((requests * self.decode_threshold,), INT32),
                 "padded_rows": ((requests * self.decode_threshold,), INT64),
                 "token_rows": ((min(tokens, requests * self.decode_threshold),), INT64),
@@ -243,7 +248,9 @@ class IndexerMetadataBuilder:
             slot_mapping=self._buffers.arrays["slot_mapping"][:tokens],
             block_size=config.block_size,
             compress_ratio=config.compress_ratio,
+            kpool=config.kpool,
             topk_tokens=config.topk,
+            token_context_lens=self._buffers.arrays["token_context_lens"][:tokens] if config.kpool > 1 else None,
             decode=self._decode(split) if split.counts[2] else None,
             prefill_chunks=self._prefill(split),
         )
@@ -255,7 +262,7 @@ class IndexerMetadataBuilder:
         token = np.arange(len(request))
         padding = max(decode_tokens - len(request), 0)
         position = batch.seq_lens[request] - batch.query_start_loc[request + 1] + token
-        seen = (position + 1) // self.config.tokens_per_row
+        seen = (position + 1) // self.config.tokens_per_key
 
         of_decodes = slice(decode_tokens - padding)
         decodes = int(request[of_decodes][-1]) + 1 if decode_tokens > padding else 0
@@ -267,7 +274,7 @@ class IndexerMetadataBuilder:
             decodes += -(-padding // decode_len)
 
         # Requests without query tokens have no keys to look at.
-        keys = np.where(batch.query_lens > 0, batch.seq_lens // self.config.tokens_per_row, 0)
+        keys = np.where(batch.query_lens > 0, batch.seq_lens // self.config.tokens_per_key, 0)
         portions = split_indexer_chunks(
             batch.query_lens[num_decodes:], keys[num_decodes:], key_workspace_rows(self.config),
             self.config.max_workspace_bytes,
@@ -291,10 +298,10 @@ class IndexerMetadataBuilder:
         """Fill the host's copies; entries past the batch with values that are safe for a captured graph to read."""
         config, decode_tokens = self.config, split.counts[2]
         slots = batch.slot_mapping
-        if config.has_compressed_rows:
+        if _keys_apart(config):
             slots = get_compressed_slot_mapping(
                 batch.num_actual_tokens, batch.query_start_loc, batch.seq_lens, batch.block_table,
-                config.rows_per_block, config.compress_ratio, slot_mapping=batch.slot_mapping,
+                config.keys_per_block, config.tokens_per_key, slot_mapping=batch.slot_mapping,
             )  # fmt: skip
             fill(host["own_slots"], batch.slot_mapping, -1)
         fill(host["slot_mapping"], slots, -1)
@@ -305,39 +312,48 @@ class IndexerMetadataBuilder:
         fill(host["token_rows"], split.places, 0)
         fill(host["cu_seq_lens"], split.cu_seq_lens, 0)
         tokens = len(split.key_starts)
+        if config.kpool > 1:
+            fill(host["token_context_lens"], batch.seq_lens[split.request] + self._from_end(batch, split), 0)
         fill(host["starts"], split.key_starts, 0)
         fill(host["ends"], split.key_starts + split.seen[:tokens], 0)
         fill(host["query_start_loc"], batch.query_start_loc, batch.num_actual_tokens)
         fill(host["token_to_req"], split.request, 0)
-        fill(host["from_end"], np.arange(tokens) - batch.query_start_loc[split.request + 1] + 1, 0)
+        fill(host["from_end"], self._from_end(batch, split), 0)
         return fill_table(host["block_table"], batch)
+
+    @staticmethod
+    def _from_end(batch: BatchMetadata, split: _Split) -> np.ndarray:
+        """Of each request's query tokens: how many tokens of its sequence they see more than there are, 0 and less."""
+        return np.arange(len(split.request)) - batch.query_start_loc[split.request + 1] + 1
 
     def _see(self, batch: BatchMetadata, split: _Split, seq_lens: Any) -> None:
         """Compute what follows from lengths that only the device has: keys that query tokens see, and their slots."""
         config, device, tokens = self.config, self._buffers.arrays, len(split.key_starts)
         decode_tokens = min(split.counts[2], tokens)
         lens = seq_lens[device["token_to_req"][:tokens]] + device["from_end"][:tokens]
-        seen = lens // config.tokens_per_row
+        seen = lens // config.tokens_per_key
         device["ends"][:tokens] = device["starts"][:tokens] + seen
+        if config.kpool > 1:
+            device["token_context_lens"][:tokens] = lens
         device["context_lens"][device["token_rows"][:decode_tokens]] = seen[:decode_tokens]
-        if config.has_compressed_rows:
+        if _keys_apart(config):
             requests = batch.num_reqs
             get_compressed_slot_mapping(
                 batch.num_actual_tokens, device["query_start_loc"][: requests + 1], seq_lens,
-                device["block_table"][:requests], config.rows_per_block, config.compress_ratio, device["slot_mapping"],
+                device["block_table"][:requests], config.keys_per_block, config.tokens_per_key, device["slot_mapping"],
                 slot_mapping=device["own_slots"],
             )  # fmt: skip
 
     @property
     def _choose_all(self) -> bool:
-        return self.config.max_index_keys <= self.config.topk
+        return self.config.max_index_keys <= self.config.index_topk
 
     def _shares(self, queries: int) -> int | None:
         """Of a schedule of decodes of so many query tokens; None where no kernel takes one."""
         place = self._buffers.place
         if not place.on_gpu or self._choose_all:
             return None
-        return shares_of_step(gpu(place.device), queries, self.config.rows_per_block)
+        return shares_of_step(gpu(place.device), queries, self.config.keys_per_block)
 
     def _room_for_schedule(self) -> Any:
         """Written by `paged_indexer_schedule` alone: kernels read it before those before them have ended."""
@@ -349,7 +365,7 @@ class IndexerMetadataBuilder:
         shares = self._shares(queries)
         if shares is None:
             return None
-        keys, rows = self.config.max_index_keys, self.config.rows_per_block
+        keys, rows = self.config.max_index_keys, self.config.keys_per_block
         return paged_indexer_schedule(lens, table, keys, rows, shares, out=self._schedule)
 
     def _decode(self, split: _Split) -> IndexerDecodeMetadata:
@@ -366,7 +382,7 @@ class IndexerMetadataBuilder:
             token_rows=device["token_rows"][:tokens],
             max_context_len=self.config.max_index_keys,
             choose_all=self._choose_all,
-            short=bool(split.seen[:tokens].max(initial=0) <= self.config.topk),
+            short=bool(split.seen[:tokens].max(initial=0) <= self.config.index_topk),
             schedule=self._scheduled(lens, table, n),
         )
 
@@ -374,7 +390,7 @@ class IndexerMetadataBuilder:
         device, chunks = self._buffers.arrays, []
         gathered = -1  # the first of the requests whose keys are in the workspace
         for first, end, tokens, cu_start in split.chunks:
-            choose_all = bool(split.seen[tokens].max() <= self.config.topk)
+            choose_all = bool(split.seen[tokens].max() <= self.config.index_topk)
             gathers = not choose_all and gathered != first
             gathered = first if gathers else gathered
             cu_end = cu_start + end - first + 1
@@ -438,6 +454,11 @@ def queries_at_once(keys: int, max_workspace_bytes: int) -> int:
 def key_workspace_rows(config: SparseMLAConfig) -> int:
     """Keys that the workspace of prefills holds: of a few of the longest sequences."""
     return PREFILL_WORKSPACE_SEQUENCES * config.max_index_keys
+
+
+def _keys_apart(config: SparseMLAConfig) -> bool:
+    """Whether keys have slots of their own, other than those of the step's tokens."""
+    return config.has_compressed_rows or config.kpool > 1
 
 
 def require_indexed(config: SparseMLAConfig) -> None:

@@ -33,6 +33,12 @@ from .scales import require_q, scale_of_q, scale_of_rows
 __all__ = ["plan_splits", "sparse_decode", "sparse_prefill"]
 
 HEAD_DIMS = (576, 512)
+# The layouts of flat rows, by whether these are quantized, and their width.
+FLAT = {
+    (quantized, d_qk): layouts.by_name(name, d_qk)
+    for quantized, name in ((False, "bf16"), (True, "plain_fp8"))
+    for d_qk in HEAD_DIMS
+}
 
 
 @operation
@@ -133,7 +139,7 @@ def prefill(given: GivenPrefill, sm_scale: float, d_v: int) -> tuple[Any, Any, A
     scale = require_scale("sm_scale", sm_scale)
     s_q, h_q, d_qk = q_.require((BFLOAT16, *QUANTIZED), "s_q", "h_q", HEAD_DIMS).shape
     require_heads(h_q)
-    layout = layouts.by_name("plain_fp8" if kv_.dtype in QUANTIZED else "bf16", d_qk)
+    layout = FLAT[kv_.dtype in QUANTIZED, d_qk]
     require_q(q_, layout, s_q, h_q, d_qk)
     kv_.require((BFLOAT16, *QUANTIZED), "s_kv", 1, d_qk)
     require_rows(kv_, layout).without_axis(1)

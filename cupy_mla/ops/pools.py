@@ -72,7 +72,7 @@ def kpool_compress(
         >>> ring, starts, lengths = np.array([0], np.int32), np.array([0, 5], np.int32), np.array([5], np.int32)
         >>> keys = cupy_mla.kpool_compress(k, gate, ape, tail, ring, starts, lengths)
         >>> keys[:, 0].tolist(), int(tail[0, 0, 0, 0])  # tokens 0 to 3 are a pool; token 4 waits in place 0
-        ([0, 0, 0, 11.3125, 0], 1)
+        ([0.0, 0.0, 0.0, 11.3125, 0.0], 1)
     """
     place, (k_, gate_, ape_, rings, blocks, starts, seq) = bind(
         k=k, gate=gate, ape=ape, tail=tail, tail_blocks=tail_blocks, query_start_loc=query_start_loc, seq_lens=seq_lens

@@ -75,10 +75,10 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
 def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
     """The kernels of selections of any sizes and of any heads of an indexer, whose keys come gathered or from the paged
     cache; none for layers without an indexer, or that choose all keys."""
-    if not config.has_topk or config.max_index_keys <= config.topk:
+    if not config.has_topk or config.max_index_keys <= config.index_topk:
         return []
     modules = {logits.PORTABLE: logits, logits.SM90: logits_sm90}
-    blocks_aligned = config.rows_per_block * INDEXER_FP8.token_bytes % 16 == 0
+    blocks_aligned = config.keys_per_block * INDEXER_FP8.token_bytes % 16 == 0
     found = [kernel for kernel in topk.kernels() if not kernel.defines["BF16"]]
     for paged, aligned in ((False, True), (True, blocks_aligned)):
         name = logits.choose(gpu.capability, aligned, logits.asked_kernel()).kernel
@@ -108,7 +108,7 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
     for b in query_tokens(config.max_num_batched_tokens if config.use_mixed_batch else decode_tokens):
         q, indices = (
             _zeros(cupy, b, 1, heads, d_qk),
-            _nothing(cupy, b, 1, windows if config.is_v4 else config.topk),
+            _nothing(cupy, b, 1, windows if config.is_v4 else config.topk_width),
         )
         length = cupy.zeros(b, np.int32) if config.is_v4 else None
         more: dict[str, Any] = {"attn_sink": sink, "topk_length": length}
@@ -118,7 +118,7 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
                 q, cache, indices, SM_SCALE, **more, extra_k_cache=empty_cache(layout, 1, config.rows_per_block, place),
                 extra_indices=_nothing(cupy, b, 1, compressed), extra_topk_length=length,
             )  # fmt: skip
-    width = combined_width(compressed, config.window, config.max_image_tokens) if config.is_v4 else config.topk
+    width = combined_width(compressed, config.window, config.max_image_tokens) if config.is_v4 else config.topk_width
     for tokens in query_tokens(config.max_num_batched_tokens):
         length = cupy.zeros(tokens, np.int32) if config.is_v4 else None
         sparse_prefill(

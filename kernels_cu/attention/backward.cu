@@ -21,38 +21,12 @@
 //
 // Shared memory, bytes: Q 2 * HEADS * D_QK, dO 2 * HEADS * D_V, a tile 2 * TILE_ROWS * D_QK; dP 4, dS and P 2 each, times
 // HEADS * TILE_ROWS; 12 * HEADS. 64 heads of 576: with 16 rows 166,656, with 32 rows 193,280.
-#include "attention/contributions.cuh"
-#include "ptx/arithmetic.cuh"
+#include "attention/backward.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/shared.cuh"
-#include "rows/chunk.cuh"
 #include "tile/swizzle.cuh"
-#include "tile/warp.cuh"
-
-// cupy_mla/cuda/backward.py declares the same fields.
-struct BackwardParams {
-    const bf16* q;          // [queries, h_q, D_QK]
-    const bf16* kv;         // [s_kv, D_QK]
-    const bf16* out;        // [queries, h_q, D_V]
-    const bf16* dout;       // the same
-    const float* lse;       // [queries, h_q]
-    const float* d_lse;     // the same, or null
-    const float* sink;      // [h_q], or null
-    const int32_t* rows;    // [queries, topk] valid entries
-    const int32_t* counts;  // [queries] how many they are
-    void* dq;               // [queries, h_q, D_QK] float32 or bfloat16
-    bf16* contributions;    // [queries, topk, blocks, D_QK]
-    float* sink_terms;      // [queries, h_q]: what is subtracted from a sink's gradient; or null
-    int64_t q_token, q_head, kv_row, out_token, out_head, dout_token, dout_head;  // items, as all strides
-    int64_t lse_token, lse_head, d_lse_token, d_lse_head, dq_token, dq_head, sink_stride;
-    int32_t h_q, topk, blocks;
-    float scale, scale_log2;  // sm_scale, and times log2(e)
-    int32_t wide;             // dq is float32
-    int32_t aligned;          // rows of q, kv, out and dout start at multiples of 16 bytes
-    int32_t aligned_dq;       // rows of dq allow stores of two values
-};
 
 constexpr int WARPS = CONTRIBUTING_WARPS, THREADS = 32 * WARPS;
 constexpr int M_TILES = HEADS / 16, ROW_TILES = TILE_ROWS / 16;                        // mma tiles of heads, of rows
@@ -64,15 +38,12 @@ constexpr int QK_BYTES = 2 * D_QK, V_BYTES = 2 * D_V;  // of a line
 constexpr int Q_AT = 0, DOUT_AT = Q_AT + HEADS * QK_BYTES, TILE_AT = DOUT_AT + HEADS * V_BYTES,
               DP_AT = TILE_AT + TILE_ROWS * QK_BYTES, DS_AT = DP_AT + 4 * HEADS * TILE_ROWS,
               P_AT = DS_AT + 2 * HEADS * TILE_ROWS, HEADS_AT = P_AT + 2 * HEADS * TILE_ROWS,
-              SHARED_BYTES = HEADS_AT + 12 * HEADS;
+              SHARED_BYTES = HEADS_AT + int(sizeof(HeadNumbers));
 static_assert(SHARED_BYTES <= SHARED_LIMIT && DOUT_AT % 128 == 0 && TILE_AT % 128 == 0 && DP_AT % 128 == 0, "");
 
 extern __shared__ __align__(128) uint8_t shared[];
 
-// Numbers of the CTA's heads: lse in base 2, sigma, e.
-__device__ __forceinline__ float* head_numbers(int kind) {
-    return reinterpret_cast<float*>(shared + HEADS_AT) + kind * HEADS;
-}
+__device__ __forceinline__ HeadNumbers& numbers() { return *reinterpret_cast<HeadNumbers*>(shared + HEADS_AT); }
 
 // The address of a 16-byte chunk of a line of Q or the tile (BYTES = QK_BYTES) or dO.
 template <int BYTES>
@@ -103,70 +74,15 @@ __device__ __forceinline__ void bring(int at, bool aligned, From from) {
     }
 }
 
-struct Item {
-    int query, block, first_head, count;
-    const int32_t* rows;
-};
-
 __device__ __forceinline__ void bring_tile(const BackwardParams& p, const Item& item, int tile) {
-    bring<TILE_ROWS, QK_BYTES>(TILE_AT, p.aligned, [&](int line) {
-        const int entry = tile * TILE_ROWS + line;
-        return entry < item.count ? p.kv + item.rows[entry] * p.kv_row : nullptr;
-    });
+    bring<TILE_ROWS, QK_BYTES>(TILE_AT, p.aligned, [&](int line) { return item.row(p, tile * TILE_ROWS + line); });
     cp_async_commit();
 }
 
 __device__ __forceinline__ void bring_heads(const BackwardParams& p, const Item& item) {
-    bring<HEADS, QK_BYTES>(Q_AT, p.aligned, [&](int line) {
-        const int head = item.first_head + line;
-        return head < p.h_q ? p.q + item.query * p.q_token + head * p.q_head : nullptr;
-    });
-    bring<HEADS, V_BYTES>(DOUT_AT, p.aligned, [&](int line) {
-        const int head = item.first_head + line;
-        return head < p.h_q ? p.dout + item.query * p.dout_token + head * p.dout_head : nullptr;
-    });
+    bring<HEADS, QK_BYTES>(Q_AT, p.aligned, [&](int line) { return item.q(p, line); });
+    bring<HEADS, V_BYTES>(DOUT_AT, p.aligned, [&](int line) { return item.dout(p, line); });
     cp_async_commit();
-}
-
-// The dot product of eight packed values each.
-__device__ __forceinline__ float dot(const Vec16& a, const Vec16& b) {
-    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum += bf16_low(x[i]) * bf16_low(y[i]) + bf16_high(x[i]) * bf16_high(y[i]);
-    return sum;
-}
-
-// Find the numbers of every head, a warp a head, and leave what the sink's gradient needs. dO is there.
-__device__ __forceinline__ void find_head_numbers(const BackwardParams& p, const Item& item) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int line = warp; line < HEADS; line += WARPS) {
-        const int head = item.first_head + line;
-        float lse = INF, sigma = 0.0f, e = 0.0f;
-        if (head < p.h_q) {
-            const bf16* out = p.out + item.query * p.out_token + head * p.out_head;
-            float delta = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                delta += dot(load_chunk(out + CHUNK * (lane + 32 * i), p.aligned),
-                             load_shared_16(chunk_of<V_BYTES>(DOUT_AT, line, lane + 32 * i)));
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) delta += __shfl_xor_sync(~0u, delta, step);
-            lse = p.lse[item.query * p.lse_token + head * p.lse_head];
-            sigma = 1.0f;
-            if (p.sink != nullptr) {
-                const float sink = p.sink[head * p.sink_stride];
-                sigma = 1.0f / (1.0f + exp2_approx((sink - lse) * LOG2E));
-                if (lane == 0)
-                    p.sink_terms[int64_t(item.query) * p.h_q + head] =
-                        delta / (1.0f + exp2_approx((lse - sink) * LOG2E));
-            }
-            e = (p.d_lse == nullptr ? 0.0f : p.d_lse[item.query * p.d_lse_token + head * p.d_lse_head]) -
-                sigma * delta;
-        }
-        if (lane == 0) head_numbers(0)[line] = lse * LOG2E, head_numbers(1)[line] = sigma, head_numbers(2)[line] = e;
-    }
 }
 
 // --- products -------------------------------------------------------------------------------------------------
@@ -229,21 +145,19 @@ __device__ __forceinline__ void find_weights(const BackwardParams& p, const Item
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int line = head + g + 8 * i;
-            const float lse = head_numbers(0)[line], sigma = head_numbers(1)[line], e = head_numbers(2)[line];
+            const float lse = numbers().lse[line], sigma = numbers().sigma[line], e = numbers().e[line];
 #pragma unroll
             for (int j = 0; j < SCORE_TILES; ++j) {
                 const float4 four = dp[32 * j];
                 const float of_dp[2] = {i == 0 ? four.x : four.z, i == 0 ? four.y : four.w};
-                float ds[2], weight[2];
+                Weights w[2];
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
                     const bool there = tile * TILE_ROWS + row + 8 * j + 2 * t + k < item.count;
-                    const float probability = there ? exp2_approx(s[j][2 * i + k] * p.scale_log2 - lse) : 0.0f;
-                    ds[k] = p.scale * probability * (sigma * of_dp[k] + e);
-                    weight[k] = sigma * probability;
+                    w[k] = weights_from(p, there, s[j][2 * i + k], of_dp[k], lse, sigma, e);
                 }
-                store_shared_4(weights_of(DS_AT, line, row / 8 + j) + 4 * t, pack_bf16x2(ds[0], ds[1]));
-                store_shared_4(weights_of(P_AT, line, row / 8 + j) + 4 * t, pack_bf16x2(weight[0], weight[1]));
+                store_shared_4(weights_of(DS_AT, line, row / 8 + j) + 4 * t, pack_bf16x2(w[0].ds, w[1].ds));
+                store_shared_4(weights_of(P_AT, line, row / 8 + j) + 4 * t, pack_bf16x2(w[0].p, w[1].p));
             }
         }
     }
@@ -316,16 +230,13 @@ __device__ __forceinline__ void contribute(const BackwardParams& p, const Item& 
     for (int i = 0; i < 2; ++i) {
         const int entry = tile * TILE_ROWS + 16 * m + g + 8 * i;
         if (entry >= item.count) continue;
-        bf16* to = p.contributions + ((int64_t(item.query) * p.topk + entry) * p.blocks + item.block) * D_QK;
+        bf16* to = item.contribution(p, entry);
+        uint32_t pairs[V_TILES];
 #pragma unroll
-        for (int j = 0; j < V_TILES; j += 4) {
-            uint32_t v[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) v[k] = pack_bf16x2(c[j + k][2 * i], c[j + k][2 * i + 1]);
-            store_16(to + V_COLUMNS * warp + 16 * t + 2 * j, {v[0], v[1], v[2], v[3]});
-        }
-        if (TILES > V_TILES)
-            store_pair(to + D_V + ROPE_COLUMNS * warp + 2 * t, c[TILES - 1][2 * i], c[TILES - 1][2 * i + 1], true);
+        for (int j = 0; j < V_TILES; ++j) pairs[j] = pack_bf16x2(c[j][2 * i], c[j][2 * i + 1]);
+        store_contribution(to + V_COLUMNS * warp, t, pairs);
+        if (TILES > V_TILES)  // column 8 * warp + 2 t of RoPE's
+            store_pair(to + D_V + 16 * t + 2 * warp, c[TILES - 1][2 * i], c[TILES - 1][2 * i + 1], true);
     }
 }
 
@@ -335,28 +246,19 @@ __device__ __forceinline__ void write_dq(const BackwardParams& p, const Item& it
     for (int m = 0; m < M_TILES; ++m) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int head = item.first_head + 16 * m + g + 8 * i;
-            if (head >= p.h_q) continue;
-            const int64_t line = item.query * p.dq_token + head * p.dq_head;
+            const int line = 16 * m + g + 8 * i;
+            if (item.first_head + line >= p.h_q) continue;
 #pragma unroll
             for (int j = 0; j < TILES; ++j) {
                 const int column = j == V_TILES ? D_V + ROPE_COLUMNS * warp : V_COLUMNS * warp + 8 * j;
-                const int64_t at = line + column + 2 * t;
-                const float x = dq[m][j][2 * i], y = dq[m][j][2 * i + 1];
-                if (p.wide) {
-                    store_pair(static_cast<float*>(p.dq) + at, x, y, p.aligned_dq);
-                } else {
-                    store_pair(static_cast<bf16*>(p.dq) + at, x, y, p.aligned_dq);
-                }
+                store_dq(p, item, line, column + 2 * t, dq[m][j][2 * i], dq[m][j][2 * i + 1]);
             }
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ BackwardParams p) {
-    Item item;
-    item.query = blockIdx.x / p.blocks, item.block = blockIdx.x % p.blocks, item.first_head = HEADS * item.block;
-    item.rows = p.rows + int64_t(item.query) * p.topk, item.count = p.counts[item.query];
+    const Item item = Item::of_cta(p);
     Gradient dq;
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
@@ -369,9 +271,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
         bring_tile(p, item, 0);
         cp_async_wait<1>();
         __syncthreads();
-        find_head_numbers(p, item);
-    } else if (p.sink_terms != nullptr && threadIdx.x < HEADS && item.first_head + threadIdx.x < p.h_q) {
-        p.sink_terms[int64_t(item.query) * p.h_q + item.first_head + threadIdx.x] = 0.0f;
+        find_head_numbers(p, item, numbers(),
+                          [](int line, int chunk) { return load_shared_16(chunk_of<V_BYTES>(DOUT_AT, line, chunk)); });
+    } else {
+        leave_no_terms(p, item);
     }
     const int tiles = ceil_div(item.count, TILE_ROWS);
 #pragma unroll 1

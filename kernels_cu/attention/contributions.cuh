@@ -8,9 +8,8 @@ constexpr int ROPE_COLUMNS = (D_QK - D_V) / CONTRIBUTING_WARPS;
 static_assert(V_COLUMNS == 64 && (ROPE_COLUMNS == 8 || ROPE_COLUMNS == 0), "");
 
 // The column of a value of a contribution. A lane of an accumulator, t of its quad, has columns 8 j + 2 t and the next of
-// its warp's 64; the 16 values that it has stand side by side.
+// 64; the 16 values that it has stand side by side.
 __device__ __forceinline__ int contributed_column(int at) {
-    if (at >= D_V) return at;
     return at / 64 * 64 + at % 16 / 2 * 8 + at % 64 / 16 * 2 + at % 2;
 }
 

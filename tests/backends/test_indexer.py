@@ -23,6 +23,7 @@ from tests.batches import queries
 from tests.fake_gpu import FakeGPU
 from tests.kinds import BF16, E4M3, NumPy, Torch, gapped, poisoned
 from tests.ops.test_indexer import key_cache, pack_oracle, token_bytes
+from tests.ops.test_pools import expanded
 
 MAX_MODEL_LEN = 130
 QUERY_LENS = [[], [1], [7], [1] * 5, [1, 1, 6, 4, 20], [5] * 9, [2, 1, 3, 0, 1, 5], [0, 0], [3, 3, 0]]
@@ -41,21 +42,40 @@ class Model:
     scale_format: str = "fp32"
     max_workspace_bytes: int = 1 << 20
     longest: int = MAX_MODEL_LEN
+    kpool: int = 1
+    v41: bool = False
+
+    @property
+    def per_key(self) -> int:
+        """Tokens that a key stands for."""
+        return self.ratio * self.kpool
+
+    @property
+    def width(self) -> int:
+        """Entries of a list."""
+        return self.topk * self.kpool + self.kpool - 1
 
     def config(self) -> SparseMLAConfig:
-        kind = {"d_qk": 512, "cache_layout": "v4_fp8"} if self.ratio > 1 else {}
+        kind = {"d_qk": 512, "cache_layout": "v4_fp8"} if self.ratio > 1 or self.v41 else {}
+        if self.v41:
+            kind["model"] = "v41"
         return SparseMLAConfig(
-            8, topk=self.topk, block_size=self.block, max_num_seqs=12, max_num_batched_tokens=90,
-            max_model_len=self.longest, num_speculative_tokens=self.speculative, compress_ratio=self.ratio,
-            max_workspace_bytes=self.max_workspace_bytes, **kind,
+            8, topk=self.topk * self.kpool, kpool=self.kpool, block_size=self.block, max_num_seqs=12,
+            max_num_batched_tokens=90, max_model_len=self.longest, num_speculative_tokens=self.speculative,
+            compress_ratio=self.ratio, max_workspace_bytes=self.max_workspace_bytes, **kind,
         )  # fmt: skip
 
 
 V32 = Model(speculative=2, max_workspace_bytes=6000)
 C4A = Model(ratio=4, topk=6, heads=32, speculative=1, scale_format="ue8m0")
 SCHEDULED = Model(speculative=1, block=64)  # on Hopper decodes go by a schedule
-MODELS = [Model(), V32, C4A, Model(topk=200), Model(block=1, gap=1, max_workspace_bytes=1), SCHEDULED]
-NAMES = ["V3.2", "speculative", "C4A", "all", "least", "scheduled"]
+C1A, C2A = (Model(ratio=ratio, topk=9, speculative=1, v41=True, scale_format="ue8m0") for ratio in (1, 2))
+POOLED = Model(kpool=4, topk=5, speculative=1, scale_format="ue8m0")  # GLM-5.3-Flash
+MODELS = [
+    Model(), V32, C4A, Model(topk=200), Model(block=1, gap=1, max_workspace_bytes=1), SCHEDULED, C1A, C2A, POOLED,
+    Model(kpool=3, topk=40, block=9, speculative=2),
+]  # fmt: skip
+NAMES = ["V3.2", "speculative", "C4A", "all", "least", "scheduled", "C1A", "C2A", "pools", "all pools"]
 
 
 @dataclass
@@ -77,7 +97,7 @@ def keys(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 def make_step(rng: np.random.Generator, model: Model, query_lens: list[int], seq_lens: list[int] | None = None) -> Step:
-    requests, rows, ratio = len(query_lens), model.block // model.ratio, model.ratio
+    requests, rows, ratio = len(query_lens), model.block // model.per_key, model.per_key
     if seq_lens is None:
         seq_lens = [n + int(rng.integers(0, model.longest + 1 - n)) for n in query_lens]
     batch = queries(query_lens, seq_lens)
@@ -122,17 +142,19 @@ def padded(step: Step, count: int) -> Step:
 
 def chosen(step: Step, model: Model) -> np.ndarray:
     """What every query token should choose, from the keys as the cache holds them after the step."""
-    rows, want, t = model.block // model.ratio, np.full((len(step.q8), model.topk), -1, np.int32), 0
+    rows, want, t = model.block // model.per_key, np.full((len(step.q8), model.topk), -1, np.int32), 0
+    seen = []
     for r, (query_len, seq_len) in enumerate(zip(step.batch.query_lens, step.batch.seq_lens, strict=True)):
-        slots = [oracle_indices.slot(step.batch.block_table, r, i, rows) for i in range(seq_len // model.ratio)]
+        slots = [oracle_indices.slot(step.batch.block_table, r, i, rows) for i in range(seq_len // model.per_key)]
         tokens = [oracle_indexer.token(step.packed, slot) for slot in slots]
         codes = np.array([code for code, _ in tokens], np.uint8).reshape(-1, 128)
         scales = np.array([scale for _, scale in tokens], np.float32).reshape(-1)
         for p in range(seq_len - query_len, seq_len):
             logits = oracle_indexer.logits(step.q8[t], codes, scales, step.w[t])
-            want[t] = oracle_indexer.topk(logits, model.topk, 0, (p + 1) // model.ratio)
+            want[t] = oracle_indexer.topk(logits, model.topk, 0, (p + 1) // model.per_key)
+            seen.append(p + 1)
             t += 1
-    return want
+    return expanded(want, np.array(seen), model.kpool)[0]
 
 
 def is_start(kind, part, whole, rows: int) -> bool:
@@ -152,8 +174,8 @@ class Engine:
         self.workspace = Workspace(place)
         self.impl = IndexerImpl(model.config(), self.workspace, model.scale_format)
         inputs = (poisoned((5, 128), BF16), poisoned((5, model.heads, 128), np.uint8),
-                  poisoned((5, model.heads), np.float32), key_cache(1, model.config().rows_per_block))  # fmt: skip
-        out = kind.put(np.zeros((6, model.topk), np.int32))
+                  poisoned((5, model.heads), np.float32), key_cache(1, model.config().keys_per_block))  # fmt: skip
+        out = kind.put(np.zeros((6, model.width), np.int32))
         assert is_start(kind, self.impl.forward(*map(kind.put, inputs), None, out), out, len(inputs[1]))
         assert (kind.take(out) == -1).all()
         self.workspace.lock()
@@ -172,11 +194,14 @@ class Engine:
         metadata = self.builder.build(step.batch, seq_lens=kind.put(seq_lens))
         self.workspace.get_simultaneous(((self.workspace.size,), np.uint8))[0][...] = 0xFF
         cache, whole = kind.put_with_allocation(step.cache if with_keys else step.packed)
-        buffer = kind.put(gapped(poisoned((tokens + 3, self.model.topk), np.int32), 0, 2))
+        buffer = kind.put(gapped(poisoned((tokens + 3, self.model.width), np.int32), 0, 2))
+        counts = kind.put(np.full(tokens, 77, np.int32)) if self.model.kpool > 1 else None
         k = kind.put(step.k) if with_keys else None
         q8 = kind.put(step.q8.view(E4M3) if fp8 else step.q8)
         given = cache[:, :, None] if head_axis else cache
-        got = self.impl.forward(k, q8, kind.put(step.w), given, metadata, buffer)
+        got = self.impl.forward(k, q8, kind.put(step.w), given, metadata, buffer, valid_counts=counts)
+        if counts is not None:
+            np.testing.assert_array_equal(kind.take(counts), (step.want >= 0).sum(axis=1))
         assert is_start(kind, got, buffer, len(step.q8))
         _, expected = NumPy().put_with_allocation(step.packed)
         np.testing.assert_array_equal(kind.take(whole), expected)
@@ -194,7 +219,7 @@ def test_batches(kind, rng, model: Model, query_lens: list[int]) -> None:
     np.testing.assert_array_equal(Engine(kind, model).run(step), step.want)
 
 
-@pytest.mark.parametrize("model", [V32, C4A], ids=["V3.2", "C4A"])
+@pytest.mark.parametrize("model", [V32, C4A, POOLED], ids=["V3.2", "C4A", "pools"])
 def test_sequences_at_the_edges(kind, rng, model: Model) -> None:
     """First tokens (no compressed key yet), and both sides of topk and of the ends of blocks and groups."""
     seq_lens = [1, 2, 3, 4, 5, 11, 12, 13, 24, 27, 28, MAX_MODEL_LEN]
@@ -217,11 +242,11 @@ def test_as_many_rows_as_models_choose(kind, rng, ratio: int, topk: int, heads: 
     np.testing.assert_array_equal(Engine(kind, model).run(step), step.want)
 
 
-@pytest.mark.parametrize("model", [V32, C4A], ids=["V3.2", "C4A"])
+@pytest.mark.parametrize("model", [V32, C4A, POOLED], ids=["V3.2", "C4A", "pools"])
 def test_keys_are_gathered_once_for_the_chunks_of_a_request(rng, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     from cupy_mla.backends import indexer
 
-    model = Model(**{**vars(model), "max_workspace_bytes": 5 * 4 * (128 // model.ratio)})
+    model = Model(**{**vars(model), "max_workspace_bytes": 5 * 4 * (128 // model.per_key)})
     step = make_step(rng, model, [60, 20], [128, 128])
     calls = {"cp_gather_indexer_k_quant_cache": 0, "select_rows": 0}
 
@@ -238,10 +263,10 @@ def test_keys_are_gathered_once_for_the_chunks_of_a_request(rng, model: Model, m
     assert calls == {"cp_gather_indexer_k_quant_cache": 2, "select_rows": 12 + 4}
 
 
-@pytest.mark.parametrize("model", [V32, C4A], ids=["V3.2", "C4A"])
+@pytest.mark.parametrize("model", [V32, C4A, POOLED], ids=["V3.2", "C4A", "pools"])
 def test_nothing_is_scored_where_all_keys_are_chosen(kind, rng, model: Model) -> None:
     """Prefills that see no more than topk keys: not even NaN in queries, weights and keys makes a difference."""
-    longest = model.topk * model.ratio + model.ratio - 1
+    longest = model.topk * model.per_key + model.per_key - 1
     step = make_step(rng, model, [5, longest, 9], [12, longest, 9])
     for array in (step.q8, step.w.view(np.uint8)):
         array[...] = 0xFF
@@ -355,7 +380,7 @@ def test_addresses_survive_steps(kind, rng) -> None:
         engine.run(step)
         chunk = metadata.prefill_chunks[-1]
         arrays = (metadata.slot_mapping, metadata.decode.context_lens, metadata.decode.padded_rows, chunk.starts,
-                  chunk.cu_seq_lens, *engine.impl._scratch(60, 9))  # fmt: skip
+                  chunk.cu_seq_lens, *engine.impl._scratch(60, 9, 26))  # fmt: skip
         addresses.add(tuple(describe("array", array).ptr for array in arrays))
     assert len(addresses) == 1
 
@@ -365,7 +390,7 @@ def test_addresses_survive_steps(kind, rng) -> None:
 @pytest.mark.parametrize("more", [-1, 0, 1])
 def test_keys_about_as_many_as_are_chosen(kind, rng, model: Model, query_lens: list[int], more: int) -> None:
     """Short decodes are those of at most topk keys, and choose all."""
-    longest = (model.topk + more) * model.ratio
+    longest = (model.topk + more) * model.per_key
     step = make_step(rng, model, query_lens, [longest, *query_lens[1:]])
     engine = Engine(kind, model)
     assert engine.builder.build(step.batch).decode.short == (more <= 0)
@@ -378,7 +403,7 @@ def test_short_decodes_are_not_scored(monkeypatch, rng, model: Model, more: int)
     """But in a captured step, which must hold for longer sequences."""
     pytest.importorskip("torch")
     forget_calls()
-    step = make_step(rng, model, [1, 1], [(model.topk + more) * model.ratio, model.ratio])
+    step = make_step(rng, model, [1, 1], [(model.topk + more) * model.per_key, model.per_key])
     metadata = IndexerMetadataBuilder(model.config(), ("torch", HOST)).build(step.batch)
     gpu, put = FakeGPU(monkeypatch), Torch().put
     arrays = [put(np.ascontiguousarray(a)) for a in (step.k, step.q8, step.w, step.cache)]
@@ -386,7 +411,7 @@ def test_short_decodes_are_not_scored(monkeypatch, rng, model: Model, more: int)
     scored = []
     for gpu.capturing in (False, True):
         gpu.log.clear()
-        impl.forward(*arrays, metadata, put(np.zeros((2, model.topk), np.int32)))
+        impl.forward(*arrays, metadata, put(np.zeros((2, model.width), np.int32)))
         files = [launch.kernel.file for launch in gpu.log if launch.kernel is not None]
         assert "indexer/topk.cu" in files
         scored.append(any("logits" in file for file in files))
@@ -410,7 +435,7 @@ def test_a_captured_step_chooses_the_same(
     engine = Engine(kind, model)
     steps = [make_step(rng, model, query_lens, seq_lens) for _ in range(3)]
     k, q8, w, cache = (kind.put(np.ascontiguousarray(getattr(steps[0], n))) for n in ("k", "q8", "w", "cache"))
-    buffer = kind.put(poisoned((len(steps[0].q8), model.topk), np.int32))
+    buffer = kind.put(poisoned((len(steps[0].q8), model.width), np.int32))
     metadata = engine.builder.build(steps[0].batch)
     replay = capture(kind, lambda: engine.impl.forward(k, q8, w, cache, metadata, buffer))
     for step in steps:

@@ -113,6 +113,27 @@ def test_decodes_beside_prefills(kind, rng, path: str, longest: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("query_lens", [[2, 2, 2], [2, 2, 5, 9]], ids=str)
+def test_sinks_counts_and_shared_lists(kind, rng, path: str, query_lens: list[int]) -> None:
+    """Sinks count in the dense way, too; a list that was converted for a group, or has counts, serves the others."""
+    lens = [TOPK, 3, *([7] if len(query_lens) == 3 else [40, 48])]
+    step, engine = make_step(rng, HEADS, query_lens, lens, all_listed=True), engine_of(kind, path)
+    metadata, put = engine.builder.build(step.batch), kind.put
+    lists = poisoned_lists(step, metadata)
+    counts = np.array([max(np.flatnonzero(row >= 0), default=-1) + 1 for row in lists], np.int32)
+    groups = cupy_mla.IndexGroups(engine.impl.config, [0], engine.workspace.place)
+    groups.build(metadata)
+    for given, more in (
+        (put(lists), {}), (put(lists), {"valid_counts": put(counts)}), (groups.put(0, put(lists)), {})
+    ):  # fmt: skip
+        engine.poison_workspace()
+        arguments = put(step.q), put(step.caches[engine.layout]), metadata, given
+        out, lse = engine.impl.forward_mqa(*arguments, sinks=put(step.sinks), return_lse=True, **more)
+        assert_result(kind.take(out), step.want_with_sinks)
+        oracle.assert_close(kind.take(lse), step.want_lse, "decode lse")
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_decodes_of_unequal_numbers_of_tokens_take_lists(rng, path: str) -> None:
     step, engine = step_of(rng, [2, 1, 2], TOPK), engine_of(NumPy(), path)
     metadata = engine.builder.build(step.batch)

@@ -359,6 +359,25 @@ def test_groups_convert_once(kind, rng, monkeypatch: pytest.MonkeyPatch, path: s
     assert len(converted) == 2 * (2 + 6 * bool(query_lens))
 
 
+@pytest.mark.gpu
+def test_groups_convert_on_a_side_stream(kind, rng) -> None:
+    """Which is busy: the layers' stream waits for what it will convert."""
+    if not kind.on_gpu:
+        pytest.skip("streams")
+    engine, step = Engine(kind, "mixed", 16), make_step(rng, 16, [1] * 5)
+    groups = IndexGroups(engine.impl.config, layer_sources(3, [0]), engine.workspace.place)
+    q, cache, chosen = map(kind.put, (step.q, step.caches[engine.layout], step.topk_indices))
+    metadata = engine.builder.build(step.batch)
+    groups.build(metadata)
+    kind.synchronize()
+    _, side = kind.stream()
+    with side:
+        kind.keep_busy()
+        groups.put(0, chosen)
+    for layer in range(3):
+        assert_result(kind.take(engine.impl.forward_mqa(q, cache, metadata, groups.get(layer))), step.want)
+
+
 def test_groups_refuse_what_does_not_fit(rng) -> None:
     engine, step = Engine(NumPy(), "mixed", 4), make_step(rng, 4, [1, 5])
     groups = IndexGroups(engine.impl.config, layer_sources(7, [1, 4]))
@@ -470,14 +489,19 @@ def test_metadata_of_other_layers(rng, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["bf16", "mixed", "separate"])
-@pytest.mark.parametrize("pair", [False, True])
-def test_models_without_rope(kind, rng, path: str, pair: bool) -> None:
-    """Queries and bf16 rows of 512, FP8 rows with a RoPE part of zeros: the same results as with zeros everywhere."""
+@pytest.mark.parametrize(("pair", "kpool"), [(False, 1), (True, 1), (False, 4)])
+def test_models_without_rope(kind, rng, path: str, pair: bool, kpool: int) -> None:
+    """Queries and bf16 rows of 512, FP8 rows with a RoPE part of zeros: the same results as with zeros everywhere. With
+    pools of four tokens lists have three entries more."""
     step = make_step(rng, 5, [1, 1, 6, 3], rope=False)
+    more = np.full((11, kpool - 1), -1, np.int32)
+    columns = np.concatenate([step.topk_indices, more], axis=1).T
+    step.topk_indices = np.ascontiguousarray(rng.permutation(columns).T)
     layout = "bf16" if path == "bf16" else "fp8_ds_mla"
     config = SparseMLAConfig(
         5, 512, cache_layout=layout, topk=TOPK, block_size=BLOCK_SIZE, max_num_seqs=16, max_num_batched_tokens=80,
         max_model_len=MAX_MODEL_LEN, mixed_below_heads={"mixed": 129, "separate": 0, "bf16": 32}[path], model="v32",
+        kpool=kpool,
     )  # fmt: skip
     assert not config.is_v4
     place = Place.of(kind.put(np.zeros(1, np.float32)))

@@ -1,4 +1,4 @@
-"""The V3.2 backend on an emulated Hopper GPU: steps of a batch."""
+"""The backends of V3.2 and V4.1 on an emulated Hopper GPU: steps of a batch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from cupy_mla.metadata import uploads
 
+from ..backends import test_deepseek_v41 as of_v41
 from ..backends.test_sparse_mla import PATHS, Engine, assert_result, make_step
 from .emulator import needs_compiler
 
@@ -37,3 +38,15 @@ def test_steps(emulated, kind, rng, monkeypatch: pytest.MonkeyPatch, path: str) 
         step = make_step(rng, 8, query_lens)
         assert_result(engine.run(step), step.want)
     assert "convert" in emulated.launched
+
+
+@pytest.mark.long(sample=1)
+@pytest.mark.parametrize("images", [False, True])
+def test_steps_of_v41(emulated, kind, rng, monkeypatch: pytest.MonkeyPatch, images: bool) -> None:
+    """Layers of ratios 0, 1 and 2; a decode and prefills, one of them short."""
+    monkeypatch.setattr(uploads, "_Staging", _Staging)
+    model = of_v41.Model(heads=8, window=20, swa_block=16, block=32, images=12 if images else 0)
+    engine = of_v41.Engine(kind, model)
+    step = of_v41.make_step(rng, model, [1, 6, 3], [90, 40, 3], images=images, replay=images)
+    of_v41.check(engine.run(step), step)
+    assert {"swa_decode", "gather_lens", "combine_swa", "compressed_slots", "gather_tail"} <= set(emulated.launched)

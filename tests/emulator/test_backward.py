@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cupy_mla.calls.operation import forget_calls
+from cupy_mla.cuda.attention.choose import VARIABLE
 
 from ..backward import FLOAT32, check, inputs, with_everything
 from ..cases import sinks
@@ -24,6 +25,7 @@ EACH = (90, 80, 86)  # capabilities with 227, 163 and 99 KB of shared memory a C
 def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rng_seed: int) -> Iterator[EmulatedGPU]:
     """An emulated GPU of the compute capability that the test's parameter says."""
     pytest.importorskip("torch")  # whose memory it has
+    monkeypatch.setenv(VARIABLE, "portable")
     forget_calls()
     yield EmulatedGPU(monkeypatch, capability=request.param, seed=rng_seed)
     forget_calls()
@@ -44,6 +46,11 @@ def test_everything(kind, rng, d_qk, h_q, gaps, dtype):
 
 def test_rows_at_any_address(kind, rng):
     check(kind, inputs(rng, 2, 5, 576, 40, 30, row_gap=1))
+
+
+@pytest.mark.parametrize("logit", [-300, 300])
+def test_logits_far_from_zero(kind, rng, logit):
+    of_operation.test_logits_far_from_zero(kind, rng, logit)
 
 
 def test_nothing_reaches_from_queries_without_rows(kind, rng):

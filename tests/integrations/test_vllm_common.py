@@ -128,6 +128,29 @@ def test_ranks_and_caches_elsewhere_take_lists(adapter, rng, fields: dict[str, A
 
 
 @pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 6, 3]], ids=str)
+def test_sinks(adapter, rng, cache: str, query_lens: list[int]) -> None:
+    """Of HY-V4: as the keyword `sinks` of the impl. Such layers have neither dense prefills nor ranks that merge."""
+    step = make_step(rng, 8, query_lens)
+    cache_type, layout = CACHES[cache]
+    arguments = SCALE, cache_type, 64, as_torch(step.topk_indices)
+    impl = adapter.CupyMLASparseImpl(*arguments, sinks=as_torch(step.sinks))
+    decodes = len(step.q) if max(query_lens) == 1 else 0
+    got, _ = impl.forward_mqa(as_torch(step.q), as_torch(step.caches[layout]), metadata(step, decodes), None)
+    assert_result(got.float().numpy(), step.want_with_sinks)
+    assert adapter.CupyMLASparseBackend.supports_sink()
+    assert (impl.supports_dense_mha_prefill, impl.supports_dcp) == (False, False)
+    short = make_step(rng, 8, [1, 1], [TOPK, 3], all_listed=True)  # decodes that take no lists
+    built = builder_of(adapter, cache, heads=8).build(0, vllm_batch(short.batch, 2))
+    assert adapter.short.dense_decodes_of(built) is not None
+    other = adapter.CupyMLASparseImpl(*arguments, sinks=as_torch(short.sinks))
+    got, _ = other.forward_mqa(as_torch(short.q), as_torch(short.caches[layout]), built, None)
+    assert_result(got.float().numpy(), short.want_with_sinks)
+    plain = adapter.CupyMLASparseImpl(*arguments)
+    assert (plain.supports_dense_mha_prefill, plain.supports_dcp) == (True, True)
+
+
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("decode", [True, False])
 def test_the_parts_of_ranks_merge(adapter, rng, cache: str, decode: bool) -> None:
     """Under context parallelism a rank has its rows' attention and lse: -inf, and zeros, where it has none."""

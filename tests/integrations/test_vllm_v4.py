@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import cupy_mla  # noqa: E402
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
+from tests import oracle_v4  # noqa: E402
 
 T, WINDOW, TOPK = 5, 8, 6
 
@@ -116,8 +117,20 @@ def test_lists(layers, rng, ratio: int, given: bool) -> None:
         assert rows.data_ptr() == out[0].data_ptr()
 
 
-@pytest.mark.parametrize("images", [{"left_visible": 1, "right_visible": 1}, {"max_image_tokens": 64}], ids=str)
-def test_lists_of_a_model_with_images_are_vllms(layers, images: dict[str, int]) -> None:
-    got, keywords = layers.combine_topk_swa_indices(*range(9), **images)
-    assert got == "stock"
-    assert keywords == {"out": None, **images}
+def test_lists_of_a_model_with_images(layers, rng) -> None:
+    """In vLLM's calling convention: lists as wide as the longest image makes them, with none in the batch or some."""
+    chosen, starts = integers(rng, 0, 3, (T, TOPK)), torch.tensor([7, 9, 12]).int()
+    seq_lens, gather_lens = torch.tensor([20, 15]).int(), torch.tensor([9, 10]).int()
+    arguments = (chosen, starts, seq_lens, gather_lens, WINDOW, 4, TOPK, 200, 5)
+    visible = torch.tensor([0, 3, 0, 1, 2]).int(), torch.tensor([1, 0, 2, 1, 0]).int()
+    for left, right in (visible, (None, None)):
+        images = {"left_visible": left, "right_visible": right, "max_image_tokens": 130}
+        out = torch.full((T, 256), 99).int(), torch.full((T,), 99).int()
+        rows, lens = layers.combine_topk_swa_indices(*arguments, out=out, **images)
+        want, want_lens = oracle_v4.combined_indices(
+            *(a.numpy() for a in arguments[:4]), *arguments[4:],
+            *(v if v is None else v.numpy() for v in (left, right)), 130,
+        )  # fmt: skip
+        assert rows.data_ptr() == out[0].data_ptr()
+        np.testing.assert_array_equal(rows.numpy(), want)
+        np.testing.assert_array_equal(lens.numpy(), want_lens)

@@ -74,6 +74,29 @@ def test_peaked_lists(kind, rng):
     check(kind, inputs(rng, 4, 32, 576, 200, 128, size=40.0), peaked=True)
 
 
+def far_from_zero(rng: np.random.Generator, logit: float, h_q: int) -> Inputs:
+    a = inputs(rng, 3, h_q, 576, 60, 37)
+    a.q[..., -1], a.kv[..., -1] = 16, logit / (16 * a.scale)
+    return a
+
+
+def check_far_from_zero(kind: NumPy, a: Inputs) -> None:
+    results = backward.forward(a)
+    dq, dkv, _ = (x if x is None else kind.take(x).astype(np.float32) for x in backward.run(kind, a, results))
+    assert np.isfinite(dq).all()
+    wants = oracle_backward.backward(a, *results)
+    for got, want, name in zip((dq, dkv[:, 0]), wants[:2], ("dq", "dkv bfloat16"), strict=True):
+        others = oracle_backward.Sum(want.value[..., :-1], want.squares[..., :-1])
+        oracle_backward.assert_gradient(got[..., :-1], others, name)
+
+
+@pytest.mark.parametrize("logit", [-300, 300])
+def test_logits_far_from_zero(kind, rng, logit):
+    """Weights of what is no row would be infinite, or the others 0, without lse. The last column, which makes logits so
+    large, has a gradient that cancels, and is only finite."""
+    check_far_from_zero(kind, far_from_zero(rng, logit, 10))
+
+
 def test_same_lists_and_rows(kind, rng):
     """One row repeated, the first row in every list, and lists that are all the same."""
     a = inputs(rng, 70, 4, 512, 40, 33, invalid=0)
@@ -96,7 +119,11 @@ def test_no_queries_and_no_rows(kind, rng):
 
 def test_nothing_reaches_from_queries_without_rows(kind, rng):
     """NaN everywhere in such a query, and in every row that nobody lists."""
-    a = inputs(rng, 4, 17, 576, 50, 40)._replace(sink=np.zeros(17, np.float32), d_lse=np.ones((4, 17), np.float32))
+    check_queries_without_rows(kind, rng, 17)
+
+
+def check_queries_without_rows(kind: NumPy, rng: np.random.Generator, h_q: int) -> None:
+    a = inputs(rng, 4, h_q, 576, 50, 40)._replace(sink=np.zeros(h_q, np.float32), d_lse=np.ones((4, h_q), np.float32))
     lists = a.indices.copy()
     lists[1], lists[2] = -1, len(a.kv)
     a = a._replace(indices=lists, length=np.array([40, 40, 40, 0], np.int32))
@@ -111,7 +138,11 @@ def test_nothing_reaches_from_queries_without_rows(kind, rng):
 
 def test_nan_stays_with_its_query(kind, rng):
     """It reaches the query's gradient, and those of the rows that it lists."""
-    a = inputs(rng, 3, 8, 512, 60, 20, invalid=0)
+    check_nan(kind, rng, 8)
+
+
+def check_nan(kind: NumPy, rng: np.random.Generator, h_q: int) -> None:
+    a = inputs(rng, 3, h_q, 512, 60, 20, invalid=0)
     dout = a.dout.copy()
     dout[1, 5, 100] = np.nan
     clean, dirty = (backward.run(kind, x, backward.forward(a)) for x in (a, a._replace(dout=dout)))
@@ -127,16 +158,21 @@ def test_nan_stays_with_its_query(kind, rng):
 
 @pytest.mark.parametrize("sink", [INF, -INF, np.float32(2.4e38), np.float32(-2.4e38)])
 def test_extreme_sinks(kind, rng, sink):
-    a = inputs(rng, 3, 5, 576, 30, 20)
+    check_sink(kind, rng, sink, 5)
+
+
+def check_sink(kind: NumPy, rng: np.random.Generator, sink: np.float32, h_q: int) -> None:
+    """Of all heads; huge ones leave nothing, others change nothing, but what a gradient of lse adds."""
+    a = inputs(rng, 3, h_q, 576, 30, 20)
     plain = backward.run(kind, a)
-    got = [kind.take(x) for x in backward.run(kind, a._replace(sink=np.full(5, sink)))]
+    got = [kind.take(x) for x in backward.run(kind, a._replace(sink=np.full(h_q, sink)))]
     if sink > 0:
         assert not any(x.any() for x in got)
     else:
         assert [x.tobytes() for x in got[:2]] == bits(kind, plain)
         assert not got[2].any()
-    d_lse = rng.standard_normal((3, 5), np.float32)
-    check(kind, a._replace(sink=np.full(5, sink), d_lse=d_lse))
+    d_lse = rng.standard_normal((3, h_q), np.float32)
+    check(kind, a._replace(sink=np.full(h_q, sink), d_lse=d_lse))
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------

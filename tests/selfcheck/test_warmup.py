@@ -61,6 +61,19 @@ def test_the_command_line_names_every_kind_of_v4_layer():
     assert [config.block_size for config in __main__.configs(asked)] == [128] * 3
 
 
+def test_the_command_line_names_other_kinds_of_models():
+    parse = __main__.parser().parse_args
+    v41 = list(__main__.configs(parse(["warmup", "--heads", "64", "--layout", "v4_fp8", "--model", "v41"])))
+    assert {config.model for config in v41} == {"v41"}
+    assert [(config.compress_ratio, config.rows_per_block) for config in v41] == [(0, 64), (1, 256), (2, 128)]
+    more = ["--layout", "bf16", "v32_fp8", "--d-qk", "512", "--model", "v32", "--kpool", "4"]
+    flash = list(__main__.configs(parse(["warmup", "--heads", "64", *more])))
+    assert [(config.model, config.d_qk, config.topk_width) for config in flash] == [("v32", 512, 2051)] * 2
+    wrong = parse(["warmup", "--heads", "64", "--layout", "v4_fp8", "--model", "v41", "--compress-ratio", "4"])
+    with pytest.raises(ValueError, match="compress_ratio of models of kind 'v41' must be 0, 1 or 2, got 4"):
+        list(__main__.configs(wrong))
+
+
 @pytest.fixture
 def stand_in(monkeypatch) -> None:
     """NumPy in the place of CuPy; no kernel is loaded."""
@@ -78,13 +91,15 @@ def stand_in(monkeypatch) -> None:
         ("v32_fp8", 576, {"mixed_below_heads": 1}),
         ("v4_fp8", 512, {"compress_ratio": 4, "block_size": 12}),
         ("v4_fp8", 512, {"compress_ratio": 128, "block_size": 256}),
+        ("v4_fp8", 512, {"model": "v41", "compress_ratio": 0, "max_image_tokens": 9}),
+        ("v4_fp8", 512, {"model": "v41", "compress_ratio": 2}),
+        ("bf16", 512, {"model": "v32", "topk": 4, "kpool": 4}),
     ],
 )
 def test_calls_are_right(stand_in, layout, d_qk, more):
     """Their arguments pass the operations' checks; nothing is compiled."""
-    config = SparseMLAConfig(
-        3, d_qk, topk=5, cache_layout=layout, max_num_seqs=3, max_num_batched_tokens=6, max_model_len=300, **more
-    )
+    sizes = {"topk": 5, "max_num_seqs": 3, "max_num_batched_tokens": 6, "max_model_len": 300}
+    config = SparseMLAConfig(3, d_qk, cache_layout=layout, **{**sizes, **more})
     before = [kernel for kernel in all_kernels() if kernel.loaded(0)]  # other tests of this process, on a GPU
     assert warmup(config) == before
 
@@ -117,7 +132,12 @@ CONFIGS = {
     "C4A": {"cache_layout": "v4_fp8", "d_qk": 512, "topk": 512, "compress_ratio": 4, "block_size": 256},
     "C128A": {"cache_layout": "v4_fp8", "d_qk": 512, "compress_ratio": 128, "block_size": 256},
     "window": {"cache_layout": "v4_fp8", "d_qk": 512},
-}
+    "C2A": {
+        "cache_layout": "v4_fp8", "d_qk": 512, "model": "v41", "topk": 512, "compress_ratio": 2, "block_size": 128,
+        "max_image_tokens": 400,
+    },
+    "pools": {"cache_layout": "bf16", "d_qk": 512, "model": "v32", "kpool": 4},
+}  # fmt: skip
 
 
 @pytest.mark.long(sample=3)
@@ -149,7 +169,9 @@ class Layer:
     def __init__(self, gpu, config):
         self.config, self._gpu, self._kind = config, gpu, make("torch")
         self.decode_tokens = config.max_num_seqs * (1 + config.num_speculative_tokens)
-        self._chosen = {1: 0, 128: c128a_width(config)}.get(config.compress_ratio, config.topk)  # beside a window
+        self._chosen = {False: 0, True: config.topk if config.has_topk else c128a_width(config)}[
+            config.has_compressed_rows
+        ]  # beside a window
         self.cupy = StandIn(
             asarray=self._put, zeros=lambda shape, dtype: self._put(np.zeros(shape, dtype)),
             full=lambda shape, value, dtype: self._put(np.full(shape, value, dtype)),
@@ -178,18 +200,20 @@ class Layer:
 
     def decode(self, tokens):
         config, more = self.config, self._of_v4(tokens)
-        if config.compress_ratio > 1:
+        if config.has_compressed_rows:
             more["extra_k_cache"] = self._cache(config.layout, config.rows_per_block)
             more["extra_indices"] = self._zeros(np.int32, tokens, 1, self._chosen)
             more["extra_topk_length"] = more["topk_length"]
         q = self._zeros(BF16, tokens, 1, config.num_heads, config.layout.d_qk)
-        indices = self._zeros(np.int32, tokens, 1, config.window if config.is_v4 else config.topk)
+        width = config.window + config.max_image_tokens if config.is_v4 else config.topk_width
+        indices = self._zeros(np.int32, tokens, 1, width)
         cupy_mla.sparse_decode(q, self._cache(config.layout, config.block_size), indices, 0.1, **more)
 
     def prefill(self, tokens):
         config = self.config
         q = self._zeros(BF16, tokens, config.num_heads, config.layout.d_qk)
-        width = combined_width(self._chosen, config.window) if config.is_v4 else config.topk
+        width = combined_width(self._chosen, config.window, config.max_image_tokens)
+        width = width if config.is_v4 else config.topk_width
         rows = self._put(np.zeros((5000, 1, config.layout.d_qk), BF16))
         cupy_mla.sparse_prefill(q, rows, self._zeros(np.int32, tokens, 1, width), 0.1, **self._of_v4(tokens))
 
@@ -203,21 +227,21 @@ class Layer:
     def choose(self, tokens, keys):
         """Of so many keys, in decode and in prefill; for layers without an indexer nothing."""
         config, n = self.config, 1 + self.config.num_speculative_tokens
-        if config.compress_ratio != (4 if config.is_v4 else 1):
+        if config.is_v4 and (config.model, config.compress_ratio) not in (("v4", 4), ("v41", 1), ("v41", 2)):
             return
         requests = -(-tokens // n)
         lens, table = (self._put(np.zeros((requests, width), np.int32)) for width in (n, 4))
-        shares, schedule = shares_of_step(driver.gpu(0), n, config.rows_per_block), None
+        shares, schedule = shares_of_step(driver.gpu(0), n, config.keys_per_block), None
         if shares is not None:
-            schedule = cupy_mla.paged_indexer_schedule(lens, table, keys, config.rows_per_block, shares)
+            schedule = cupy_mla.paged_indexer_schedule(lens, table, keys, config.keys_per_block, shares)
         for index_heads in (24, 64):
             q8 = self._zeros(np.uint8, requests, n, index_heads, 128)
             w = self._zeros(np.float32, requests * n, index_heads)
-            cache = self._cache(INDEXER_FP8, config.rows_per_block)
-            cupy_mla.select_rows_paged(q8, cache, w, lens, table, keys, config.topk, schedule=schedule)
+            cache = self._cache(INDEXER_FP8, config.keys_per_block)
+            cupy_mla.select_rows_paged(q8, cache, w, lens, table, keys, config.index_topk, schedule=schedule)
             k8, ks = self._zeros(np.uint8, keys, 128), self._put(np.zeros(keys, np.float32))
             ends = lens.flatten()
-            cupy_mla.select_rows(q8.flatten(0, 1), k8, ks, w, ends, ends, config.topk)
+            cupy_mla.select_rows(q8.flatten(0, 1), k8, ks, w, ends, ends, config.index_topk)
 
 
 @pytest.mark.gpu

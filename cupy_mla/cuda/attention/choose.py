@@ -77,9 +77,10 @@ def choose(problem: Problem) -> Choice:
         raise ValueError(_why_not(problem))
     chosen = Choice(*min(rivals, key=_TIME))
     if problem.batch_invariant:
-        kernel = KERNELS[chosen.kernel]
+        name, kernel = chosen.kernel, KERNELS[chosen.kernel]
         same = getattr(kernel, "same_bits", lambda division: [division])(chosen.division)
-        rivals = _timed(problem, chosen.kernel, [division for division in same if kernel.fits(problem, division)])
+        able = [division for division in same if kernel.fits(problem, division)]
+        rivals = [(name, way, times.microseconds(problem.gpu, name, kernel.work(problem, way))) for way in able]
         chosen = Choice(*min(rivals, key=_TIME))
     if explained() == "1":
         others = "".join(f"\n  {Choice(*rival)}" for rival in sorted(rivals, key=_TIME)[1:])
@@ -90,8 +91,10 @@ def choose(problem: Problem) -> Choice:
 def _rivals(problem: Problem) -> list[Rival]:
     """All kernels and divisions that may serve, with their times."""
     rivals: list[Rival] = []
+    microseconds, gpu = times.microseconds, problem.gpu
     for name, kernel in _serving(problem.kind):
-        rivals += _timed(problem, name, _forced(problem, kernel) if problem.division else kernel.candidates(problem))
+        for division in _forced(problem, kernel) if problem.division else kernel.candidates(problem):
+            rivals.append((name, division, microseconds(gpu, name, kernel.work(problem, division))))
     exceptions = times.exceptions(problem)
     if exceptions:
         rivals = [(name, of, us * exceptions.get(f"{name} {of}", 1.0)) for name, of, us in rivals]
@@ -103,12 +106,6 @@ def _serving(kind: tuple[Any, ...]) -> list[tuple[str, ModuleType]]:
     """The kernels that may serve problems of a kind, by their names."""
     some = Problem(*kind[:4], 1, 1, 0, *kind[4:])
     return [(name, kernel) for name, kernel in KERNELS.items() if some.kernel in ("", name) and kernel.serves(some)]
-
-
-def _timed(problem: Problem, name: str, divisions: Iterable[Division]) -> list[Rival]:
-    """Divisions of a kernel with their times."""
-    gpu, work, microseconds = problem.gpu, KERNELS[name].work, times.microseconds
-    return [(name, division, microseconds(gpu, name, work(problem, division))) for division in divisions]
 
 
 def _forced(problem: Problem, kernel: ModuleType) -> Iterator[Division]:

@@ -18,8 +18,6 @@ from ...ops import compressed, swa
 from ...ops.attention import sparse_decode, sparse_prefill
 from ...ops.gather import dequantize_and_gather_k_cache
 
-stock_combine: Callable[..., Any] = layers.combine_topk_swa_indices
-
 
 def flash_mla_with_kvcache(
     q: torch.Tensor,
@@ -69,15 +67,10 @@ def combine_topk_swa_indices(
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     **images: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ours; vLLM's own for a model with images, whose tokens see one another in both directions."""
-    if images.get("left_visible") is not None or images.get("max_image_tokens"):
-        return stock_combine(
-            topk_indices, query_start_loc, seq_lens, gather_lens, window_size, compress_ratio, topk, M, N, out=out,
-            **images,
-        )  # fmt: skip
+    """Ours, with vLLM's keywords for tokens of images; `out` are both results."""
     rows, lens = out or (None, None)
     return swa.combine_topk_swa_indices(
-        topk_indices, query_start_loc, seq_lens, gather_lens, window_size, max(compress_ratio, 1), topk, M, N,
+        topk_indices, query_start_loc, seq_lens, gather_lens, window_size, compress_ratio, topk, M, N, **images,
         out=rows, lens=lens,
     )  # fmt: skip
 

@@ -53,8 +53,12 @@ def captured() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def attend(q: torch.Tensor, cache: torch.Tensor, dense: DenseDecodes, scale: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, cache: torch.Tensor, dense: DenseDecodes, scale: float, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention [T, h, 512] of query tokens [T, h, d] over all rows of their requests."""
     shape = len(dense.seq_lens), dense.query_len
-    out, _ = dense_decode(q.view(*shape, *q.shape[1:]), cache, dense.block_table, dense.seq_lens, scale)
+    out, _ = dense_decode(
+        q.view(*shape, *q.shape[1:]), cache, dense.block_table, dense.seq_lens, scale, attn_sink=sinks
+    )
     return out.flatten(0, 1)

@@ -51,6 +51,10 @@ class CupyMLASparseBackend(StockBackend):
         return CupyMLASparseImpl
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return SparseMLABackend.supports_compute_capability(capability.major, capability.minor)
 
@@ -80,18 +84,28 @@ class CupyMLASparseBuilder(StockBuilder):
 
 
 class CupyMLASparseImpl(StockImpl):
-    """One layer's attention."""
+    """One layer's attention.
+
+    Args:
+        sinks: [heads of this rank] float32 attention sinks of models that have them (HY-V4). Such layers do without
+            context parallelism, whose merge of ranks would count them once a rank, and without dense prefills, which
+            would leave them out.
+    """
 
     _stock_forward_mqa: Any = common.SparseMLACommonImpl.forward_mqa
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
     lse_base_on_e: bool = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.sinks: torch.Tensor | None = sinks
         self.fp8: bool = self.kv_cache_dtype == "fp8_ds_mla"
-        if self.fp8 and self.qk_rope_head_dim == 0:
-            self.supports_dense_mha_prefill: bool = False  # its workspace is narrower than such a cache's rows
+        if (self.fp8 and self.qk_rope_head_dim == 0) or sinks is not None:
+            # Without RoPE its workspace is narrower than the rows of such a cache.
+            self.supports_dense_mha_prefill: bool = False
+        if sinks is not None:
+            self.supports_dcp = False
 
     def do_kv_cache_update(
         self,
@@ -116,7 +130,7 @@ class CupyMLASparseImpl(StockImpl):
         if dense is None:
             return self._stock_forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         query = _whole(q, BF16_576.d_qk if self.fp8 else kv_c_and_k_pe_cache.shape[-1])
-        return short.attend(query, kv_c_and_k_pe_cache, dense, self.scale), None
+        return short.attend(query, kv_c_and_k_pe_cache, dense, self.scale, self.sinks), None
 
     def _forward_mqa_kernel(
         self,
@@ -134,11 +148,13 @@ class CupyMLASparseImpl(StockImpl):
         query = _whole(q, BF16_576.d_qk if self.fp8 else rows.shape[-1])
         if self.fp8 or is_decode:
             pages = rows.view(-1, gcd(len(rows), PAGE), rows.shape[-1])  # of a power of two, which saves divisions
-            out, lse = sparse_decode(query[:, None], pages, topk_indices[:, None], self.scale, topk_length=valid_counts)
+            out, lse = sparse_decode(
+                query[:, None], pages, topk_indices[:, None], self.scale, attn_sink=self.sinks, topk_length=valid_counts
+            )
             out, lse = out[:, 0], lse[..., 0]
         else:
             out, _, lse = sparse_prefill(
-                query, rows[:, None], topk_indices[:, None], self.scale, topk_length=valid_counts
+                query, rows[:, None], topk_indices[:, None], self.scale, attn_sink=self.sinks, topk_length=valid_counts
             )
         if not self.need_to_return_lse_for_decode:
             return out, None

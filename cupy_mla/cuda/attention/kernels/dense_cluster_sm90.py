@@ -68,8 +68,8 @@ def _clusters(problem: DenseProblem) -> Clusters | None:
         return None
     lines = next((n for n in LINES if problem.lines <= n), max(LINES))
     at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
-    asked = problem.num_splits or MAX_CLUSTER
-    fitting = [n for n in range(2, 1 + min(asked, MAX_CLUSTER)) if problem.items(lines) <= at_once[n - 1]]
+    asked, items = problem.num_splits or MAX_CLUSTER, problem.items(lines)
+    fitting = [n for n in range(2, 1 + min(asked, MAX_CLUSTER)) if items <= at_once[n - 1]]
     cluster = min(fitting[-1], max(2, problem.pairs)) if fitting else 1
     if cluster == 1 or (ceil_div(problem.pairs, cluster) > MOST_PAIRS and not (problem.kernel or problem.num_splits)):
         return None

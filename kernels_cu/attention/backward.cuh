@@ -1,0 +1,147 @@
+// What the backward's kernels share that work on a query: their parameter, its heads' numbers, and how results are stored.
+#pragma once
+#include "attention/contributions.cuh"
+#include "ptx/arithmetic.cuh"
+#include "rows/chunk.cuh"
+#include "tile/warp.cuh"
+
+// cupy_mla/cuda/backward.py declares the same fields.
+struct BackwardParams {
+    const bf16* q;          // [queries, h_q, D_QK]
+    const bf16* kv;         // [s_kv, D_QK]
+    const bf16* out;        // [queries, h_q, D_V]
+    const bf16* dout;       // the same
+    const float* lse;       // [queries, h_q]
+    const float* d_lse;     // the same, or null
+    const float* sink;      // [h_q], or null
+    const int32_t* rows;    // [queries, topk] valid entries
+    const int32_t* counts;  // [queries] how many they are
+    void* dq;               // [queries, h_q, D_QK] float32 or bfloat16
+    bf16* contributions;    // [queries, topk, blocks, D_QK]
+    float* sink_terms;      // [queries, h_q]: what is subtracted from a sink's gradient; or null
+    int64_t q_token, q_head, kv_row, out_token, out_head, dout_token, dout_head;  // items, as all strides
+    int64_t lse_token, lse_head, d_lse_token, d_lse_head, dq_token, dq_head, sink_stride;
+    int32_t h_q, topk, blocks;
+    float scale, scale_log2;  // sm_scale, and times log2(e)
+    int32_t wide;             // dq is float32
+    int32_t aligned;          // rows of q, kv, out and dout start at multiples of 16 bytes
+    int32_t aligned_dq;       // rows of dq allow stores of two values
+};
+
+// A CTA's query, its block of HEADS heads, and the query's valid entries.
+struct Item {
+    int query, block, first_head, count;
+    const int32_t* rows;
+
+    static __device__ __forceinline__ Item of_cta(const BackwardParams& p) {
+        const int query = blockIdx.x / p.blocks, block = blockIdx.x % p.blocks;
+        return {query, block, HEADS * block, p.counts[query], p.rows + int64_t(query) * p.topk};
+    }
+    __device__ __forceinline__ const bf16* row(const BackwardParams& p, int entry) const {
+        return entry < count ? p.kv + rows[entry] * p.kv_row : nullptr;
+    }
+    __device__ __forceinline__ const bf16* q(const BackwardParams& p, int line) const {
+        const int head = first_head + line;
+        return head < p.h_q ? p.q + query * p.q_token + head * p.q_head : nullptr;
+    }
+    __device__ __forceinline__ const bf16* dout(const BackwardParams& p, int line) const {
+        const int head = first_head + line;
+        return head < p.h_q ? p.dout + query * p.dout_token + head * p.dout_head : nullptr;
+    }
+    // Where the values of an entry's contribution stand that come from the block's heads.
+    __device__ __forceinline__ bf16* contribution(const BackwardParams& p, int entry) const {
+        return p.contributions + ((int64_t(query) * p.topk + entry) * p.blocks + block) * D_QK;
+    }
+};
+
+// The dot product of eight packed values each.
+__device__ __forceinline__ float dot(const Vec16& a, const Vec16& b) {
+    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum += bf16_low(x[i]) * bf16_low(y[i]) + bf16_high(x[i]) * bf16_high(y[i]);
+    return sum;
+}
+
+// Numbers of the CTA's heads. P of a head whose lse is infinite is 0.
+struct HeadNumbers {
+    float lse[HEADS], sigma[HEADS], e[HEADS];  // lse in base 2
+};
+
+// Find the numbers of every head, a warp a head, with the loads of AT_ONCE under way; leave what the sinks' gradient
+// needs. `dout(line, chunk)` reads a 16-byte chunk of dO; `aligned`: rows of out start at multiples of 16 bytes.
+template <typename Dout>
+__device__ __forceinline__ void find_head_numbers(const BackwardParams& p, const Item& item, HeadNumbers& numbers,
+                                                  bool aligned, Dout dout) {
+    constexpr int OF_WARP = HEADS / CONTRIBUTING_WARPS, AT_ONCE = OF_WARP < 4 ? OF_WARP : 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int first = warp * OF_WARP; first < (warp + 1) * OF_WARP; first += AT_ONCE) {
+        Vec16 out[AT_ONCE][2] = {};
+        float lse[AT_ONCE], d_lse[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int head = item.first_head + first + i;
+            lse[i] = INF, d_lse[i] = 0.0f;
+            if (head >= p.h_q) continue;
+            const bf16* from = p.out + item.query * p.out_token + head * p.out_head + CHUNK * lane;
+            out[i][0] = load_chunk(from, aligned), out[i][1] = load_chunk(from + 32 * CHUNK, aligned);
+            lse[i] = p.lse[item.query * p.lse_token + head * p.lse_head];
+            if (p.d_lse != nullptr) d_lse[i] = p.d_lse[item.query * p.d_lse_token + head * p.d_lse_head];
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int line = first + i, head = item.first_head + line;
+            float delta = dot(out[i][0], dout(line, lane)) + dot(out[i][1], dout(line, lane + 32)), sigma = 1.0f;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) delta += __shfl_xor_sync(~0u, delta, step);
+            if (p.sink != nullptr && head < p.h_q) {
+                const float sink = p.sink[head * p.sink_stride];
+                sigma = 1.0f / (1.0f + exp2_approx((sink - lse[i]) * LOG2E));
+                if (lane == 0)
+                    p.sink_terms[int64_t(item.query) * p.h_q + head] =
+                        delta / (1.0f + exp2_approx((lse[i] - sink) * LOG2E));
+            }
+            if (lane == 0) {
+                numbers.lse[line] = lse[i] * LOG2E;
+                numbers.sigma[line] = sigma;
+                numbers.e[line] = d_lse[i] - sigma * delta;
+            }
+        }
+    }
+}
+
+// A query without a row leaves 0 for the sinks' gradient.
+__device__ __forceinline__ void leave_no_terms(const BackwardParams& p, const Item& item) {
+    const int head = item.first_head + threadIdx.x;
+    if (p.sink_terms != nullptr && threadIdx.x < HEADS && head < p.h_q)
+        p.sink_terms[int64_t(item.query) * p.h_q + head] = 0.0f;
+}
+
+// P, and from it dS and sigma * P, of a logit and dP; all 0 where there is no row, whose P may be infinite.
+struct Weights {
+    float ds, p;
+};
+__device__ __forceinline__ Weights weights_from(const BackwardParams& p, bool there, float logit, float dp, float lse,
+                                                float sigma, float e) {
+    const float probability = there ? exp2_approx(logit * p.scale_log2 - lse) : 0.0f;
+    return {p.scale * probability * (sigma * dp + e), sigma * probability};
+}
+
+// Two neighbouring values of dQ of a head of the CTA.
+__device__ __forceinline__ void store_dq(const BackwardParams& p, const Item& item, int line, int column, float x,
+                                         float y) {
+    const int64_t at = item.query * p.dq_token + (item.first_head + line) * p.dq_head + column;
+    if (p.wide) {
+        store_pair(static_cast<float*>(p.dq) + at, x, y, p.aligned_dq);
+    } else {
+        store_pair(static_cast<bf16*>(p.dq) + at, x, y, p.aligned_dq);
+    }
+}
+
+// What a thread has of an entry in 64 columns of C, c[4 j + 2 i + k] at column 8 j + 2 t + k, side by side; `to`: where
+// these columns begin.
+__device__ __forceinline__ void store_contribution(bf16* to, int t, const uint32_t (&pairs)[8]) {
+    store_16(to + 16 * t, {pairs[0], pairs[1], pairs[2], pairs[3]});
+    store_16(to + 16 * t + 8, {pairs[4], pairs[5], pairs[6], pairs[7]});
+}

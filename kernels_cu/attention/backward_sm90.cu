@@ -1,0 +1,299 @@
+// The backward of sparse attention on Hopper, by wgmma: what backward.cu does, 64 heads and tiles of 64 rows at a time.
+//
+//   grid   x query * head blocks + head block
+//   CTA    three warpgroups: a query, 64 heads, all its rows. Q and dO lie in shared memory; so does a tile of rows at a
+//          time, which are K and, with their first D_V columns, V.
+//
+//   warpgroup 0 (consumer)              warpgroup 1 (consumer)              warpgroup 2 (producer)
+//     S = Q.K^T       m64n64k16           dP = dO.V^T    m64n64k16            Q and dO, then rows of each tile by
+//                 <--- dP, float32, where dS and P go after                     cp.async, once the tile is released
+//     dS and sigma * P, bf16, to shared memory
+//     dQ += dS.K      m64n256k16          dQ += dS.K     m64n256k16, n64
+//       columns 0 .. 255                    columns 256 .. 511, RoPE's        <-- the tile is released
+//     C = dS^T.Q + (sigma * P)^T.dO, 64 columns at a time  m64n64k16
+//       columns 0 .. 255, RoPE's            columns 256 .. 511
+//
+// C of 64 columns is written while the next 64 are multiplied.
+//
+//   heads_full    Q and dO have come      128 arrivals after cp.async
+//   full          a tile has come         the same
+//   empty         a tile is released      the 8 consumer warps
+//   FREE          named: warpgroup 0 has multiplied C; warpgroup 1, which has too, may write dP
+//   DP_READY      named: dP is written
+//   DP_READ       named: warpgroup 0 has read dP
+//   CONSUMERS     named: both; dS and P are written, or the heads' numbers
+//
+// Shared memory, bytes: Q and a tile 128 * D_QK each, dO 65,536, dS and P 8,192 each, and 1 KB; 576 wide 230,168.
+// Registers: 240 a consumer thread, 24 a producer thread, together the 384 x 168 of the launch.
+#include "attention/backward.cuh"
+#include "attention/role.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/limits.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/swizzle.cuh"
+
+constexpr int LINES = 64;  // of heads, and of rows
+static_assert(HEADS == LINES, "");
+constexpr int BLOCKS = D_QK / 64, V_BLOCKS = D_V / 64;  // column blocks of 64 values: 64 swizzled lines of 128 bytes
+constexpr int BLOCK_BYTES = LINES * LINE_BYTES;
+constexpr bool ROPE = BLOCKS > V_BLOCKS;
+constexpr int CONSUMER_THREADS = 2 * WARPGROUP, THREADS = CONSUMER_THREADS + WARPGROUP;
+
+enum NamedBarrier { FREE = 1, DP_READY = 2, DP_READ = 3, CONSUMERS = 4 };
+
+struct Small {
+    uint64_t heads_full, full, empty;
+    HeadNumbers numbers;
+};
+
+constexpr int Q_AT = 0, DOUT_AT = Q_AT + BLOCKS * BLOCK_BYTES, TILE_AT = DOUT_AT + V_BLOCKS * BLOCK_BYTES,
+              DS_AT = TILE_AT + BLOCKS * BLOCK_BYTES, P_AT = DS_AT + BLOCK_BYTES, SMALL_AT = P_AT + BLOCK_BYTES,
+              SHARED_BYTES = SMALL_AT + int(sizeof(Small));
+static_assert(SHARED_BYTES <= SM90_SHARED_BYTES, "");
+
+extern __shared__ __align__(1024) uint8_t shared[];
+__device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
+__device__ __forceinline__ uint32_t address_of(int at) { return shared_address(shared) + at; }
+
+// --- producer -------------------------------------------------------------------------------------------------
+
+// Start to copy four lines, 16 apart, of COUNT column blocks: this thread's 16 bytes of each. Null lines become zeros.
+template <int COUNT>
+__device__ __forceinline__ void copy_lines(uint32_t to, const bf16* const (&lines)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int block = 0; block < COUNT; ++block)
+            cp_async_16(to + block * BLOCK_BYTES + i * 16 * LINE_BYTES, lines[i] + 64 * block, lines[i] != nullptr);
+    }
+}
+
+// A thread's 16 bytes of four lines, 16 apart; null where there is none.
+template <typename From>
+__device__ __forceinline__ void find_lines(int line, int chunk, const bf16* (&lines)[4], From from) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        lines[i] = from(line + 16 * i);
+        if (lines[i] != nullptr) lines[i] += CHUNK * chunk;
+    }
+}
+
+__device__ __forceinline__ void run_producer(const BackwardParams& p, const Item& item, int tiles) {
+    const int thread = threadIdx.x - CONSUMER_THREADS, line = thread / 8, chunk = thread % 8;
+    const uint32_t at = swizzled(address_of(0), line, chunk);  // 16 lines further the swizzle is the same
+    const bf16* lines[4];
+    find_lines(line, chunk, lines, [&](int i) { return item.q(p, i); });
+    copy_lines<BLOCKS>(at + Q_AT, lines);
+    find_lines(line, chunk, lines, [&](int i) { return item.dout(p, i); });
+    copy_lines<V_BLOCKS>(at + DOUT_AT, lines);
+    mbarrier_arrive_after_copies(shared_address(&small().heads_full));
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+        find_lines(line, chunk, lines, [&](int i) { return item.row(p, LINES * tile + i); });
+        if (tile > 0) mbarrier_wait(shared_address(&small().empty), (tile - 1) & 1);
+        copy_lines<BLOCKS>(at + TILE_AT, lines);
+        mbarrier_arrive_after_copies(shared_address(&small().full));
+    }
+}
+
+// --- consumers ------------------------------------------------------------------------------------------------
+
+// S = Q.K^T or dP = dO.V^T, over COUNT column blocks.
+template <int COUNT>
+__device__ __forceinline__ void multiply_scores(int lines_at, float (&s)[32]) {
+    const uint64_t a = wgmma_operand(address_of(lines_at), 1024, 16);
+    const uint64_t b = wgmma_operand(address_of(TILE_AT), 1024, 16);
+    wgmma_fence();
+    wgmma<Values::BF16, Sum::SET, Major::K, Major::K>(s, a, b);
+#pragma unroll
+    for (int step = 1; step < 4 * COUNT; ++step) {
+        const int further = step / 4 * BLOCK_BYTES + step % 4 * 32;
+        wgmma<Values::BF16, Sum::ADD, Major::K, Major::K>(s, wgmma_further(a, further), wgmma_further(b, further));
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+}
+
+// Where a thread of warpgroup 1 leaves its part j of dP, and the same thread of warpgroup 0 finds it.
+__device__ __forceinline__ float4* dp_part(int j) {
+    return reinterpret_cast<float4*>(shared + DS_AT) + j * WARPGROUP + threadIdx.x % WARPGROUP;
+}
+
+// Warpgroup 0: dS and sigma * P of a tile from S and dP, to shared memory.
+__device__ __forceinline__ void find_weights(const BackwardParams& p, const Role& r, int rows, const float (&s)[32]) {
+    float4 dp[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) dp[j] = *dp_part(j);
+    named_barrier_sync(DP_READ, WARPGROUP);
+    const HeadNumbers& of = small().numbers;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int head = r.row(i);
+        const float lse = of.lse[head], sigma = of.sigma[head], e = of.e[head];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int row = 8 * j + 2 * r.t;
+            const float x = i == 0 ? dp[j].x : dp[j].z, y = i == 0 ? dp[j].y : dp[j].w;
+            const Weights first = weights_from(p, row < rows, s[4 * j + 2 * i], x, lse, sigma, e);
+            const Weights second = weights_from(p, row + 1 < rows, s[4 * j + 2 * i + 1], y, lse, sigma, e);
+            store_shared_4(swizzled(address_of(DS_AT), head, j) + 4 * r.t, pack_bf16x2(first.ds, second.ds));
+            store_shared_4(swizzled(address_of(P_AT), head, j) + 4 * r.t, pack_bf16x2(first.p, second.p));
+        }
+    }
+}
+
+// dQ += dS.K over the columns from block `first` on, as many as the accumulators are.
+template <int N>
+__device__ __forceinline__ void multiply_dq(int first, float (&dq)[N]) {
+    const uint64_t ds = wgmma_operand(address_of(DS_AT), 1024, 16);
+    const uint64_t k = wgmma_operand(address_of(TILE_AT + first * BLOCK_BYTES), 1024, BLOCK_BYTES);
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+        wgmma<Values::BF16, Sum::ADD, Major::K, Major::MN>(dq, wgmma_further(ds, 32 * step),
+                                                           wgmma_further(k, 2048 * step));
+}
+
+// C of a column block.
+__device__ __forceinline__ void multiply_c(int block, float (&c)[32]) {
+    const uint64_t ds = wgmma_operand(address_of(DS_AT), 1024, BLOCK_BYTES);
+    const uint64_t weight = wgmma_operand(address_of(P_AT), 1024, BLOCK_BYTES);
+    const uint64_t q = wgmma_operand(address_of(Q_AT + block * BLOCK_BYTES), 1024, BLOCK_BYTES);
+    const uint64_t dout = wgmma_operand(address_of(DOUT_AT + block * BLOCK_BYTES), 1024, BLOCK_BYTES);
+    wgmma_fence();
+    wgmma<Values::BF16, Sum::SET, Major::MN, Major::MN>(c, ds, q);
+#pragma unroll
+    for (int step = 1; step < 4; ++step)
+        wgmma<Values::BF16, Sum::ADD, Major::MN, Major::MN>(c, wgmma_further(ds, 2048 * step),
+                                                            wgmma_further(q, 2048 * step));
+    if (block < V_BLOCKS) {
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            wgmma<Values::BF16, Sum::ADD, Major::MN, Major::MN>(c, wgmma_further(weight, 2048 * step),
+                                                                wgmma_further(dout, 2048 * step));
+    }
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void write_c(const BackwardParams& p, const Item& item, const Role& r, int tile, int block,
+                                        const float (&c)[32]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int entry = LINES * tile + r.row(i);
+        if (entry >= item.count) continue;
+        uint32_t pairs[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) pairs[j] = pack_bf16x2(c[4 * j + 2 * i], c[4 * j + 2 * i + 1]);
+        store_contribution(item.contribution(p, entry) + 64 * block, r.t, pairs);
+    }
+}
+
+// C of the warpgroup's columns. Where dQ leaves too few registers, 64 columns are written before the next are begun.
+template <int W>
+__device__ __forceinline__ void contribute(const BackwardParams& p, const Item& item, const Role& r, int tile) {
+    constexpr int COUNT = 4 + (W == 0 && ROPE), AT_ONCE = W == 1 && ROPE ? 1 : 2;
+    auto block = [](int i) { return i == 4 ? V_BLOCKS : 4 * W + i; };
+    float c[AT_ONCE][32];
+    if (AT_ONCE == 2) multiply_c(block(0), c[0]);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const int next = i + AT_ONCE - 1;
+        if (next < COUNT) multiply_c(block(next), c[next % AT_ONCE]);
+        if (AT_ONCE == 2 && next < COUNT) {
+            wgmma_wait<1>();
+        } else {
+            wgmma_wait<0>();
+        }
+        write_c(p, item, r, tile, block(i), c[i % AT_ONCE]);
+    }
+}
+
+template <int N>
+__device__ __forceinline__ void write_dq(const BackwardParams& p, const Item& item, const Role& r, int column,
+                                         const float (&dq)[N]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (item.first_head + r.row(i) >= p.h_q) continue;
+#pragma unroll
+        for (int j = 0; j < N / 4; ++j)
+            store_dq(p, item, r.row(i), column + 8 * j + 2 * r.t, dq[4 * j + 2 * i], dq[4 * j + 2 * i + 1]);
+    }
+}
+
+template <int W>
+__device__ __forceinline__ void run_consumer(const BackwardParams& p, const Item& item, int tiles) {
+    constexpr bool HAS_ROPE = W == 1 && ROPE;
+    const Role r = Role::of(threadIdx.x, W, threadIdx.x / 32 % 4);
+    float dq[128], dq_rope[HAS_ROPE ? 32 : 1];
+#pragma unroll
+    for (int i = 0; i < 128; ++i) dq[i] = 0.0f;
+#pragma unroll
+    for (float& x : dq_rope) x = 0.0f;
+    if (tiles > 0) {
+        mbarrier_wait(shared_address(&small().heads_full), 0);
+        find_head_numbers(p, item, small().numbers, true, [](int line, int chunk) {
+            return load_shared_16(swizzled(address_of(DOUT_AT + chunk / 8 * BLOCK_BYTES), line, chunk % 8));
+        });
+        named_barrier_sync(CONSUMERS, CONSUMER_THREADS);
+    }
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+        mbarrier_wait(shared_address(&small().full), tile & 1);
+        fence_proxy_async();
+        float s[32];
+        multiply_scores<W == 0 ? BLOCKS : V_BLOCKS>(W == 0 ? Q_AT : DOUT_AT, s);
+        if constexpr (W == 1) {
+            if (tile > 0) named_barrier_sync(FREE, CONSUMER_THREADS);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) *dp_part(j) = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
+            named_barrier_arrive(DP_READY, CONSUMER_THREADS);
+        } else {
+            named_barrier_sync(DP_READY, CONSUMER_THREADS);
+            find_weights(p, r, item.count - LINES * tile, s);
+            fence_proxy_async();
+        }
+        named_barrier_sync(CONSUMERS, CONSUMER_THREADS);
+        wgmma_fence();
+        multiply_dq(4 * W, dq);
+        if constexpr (HAS_ROPE) multiply_dq(V_BLOCKS, dq_rope);
+        wgmma_commit();
+        wgmma_wait<0>();
+        __syncwarp();
+        if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty));
+        contribute<W>(p, item, r, tile);
+        if (W == 0 && tile + 1 < tiles) named_barrier_arrive(FREE, CONSUMER_THREADS);
+    }
+    write_dq(p, item, r, 256 * W, dq);
+    if constexpr (HAS_ROPE) write_dq(p, item, r, D_V, dq_rope);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_sm90(const __grid_constant__ BackwardParams p) {
+    const Item item = Item::of_cta(p);
+    const int tiles = ceil_div(item.count, LINES), warpgroup = uniform(threadIdx.x / WARPGROUP);
+    if (threadIdx.x == 0) {
+        mbarrier_init(shared_address(&small().heads_full), WARPGROUP);
+        mbarrier_init(shared_address(&small().full), WARPGROUP);
+        mbarrier_init(shared_address(&small().empty), CONSUMER_THREADS / 32);
+    }
+    if (tiles == 0) leave_no_terms(p, item);
+    __syncthreads();
+    if (warpgroup == 2) {
+        decrease_registers_to<24>();
+        if (tiles > 0) run_producer(p, item, tiles);
+    } else {
+        increase_registers_to<240>();
+        if (warpgroup == 0) {
+            run_consumer<0>(p, item, tiles);
+        } else {
+            run_consumer<1>(p, item, tiles);
+        }
+    }
+}
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES;
