@@ -131,6 +131,14 @@ def test_examples_say_what_to_install(program: str, module: str, extra: str) -> 
 
 
 @pytest.mark.long
+@pytest.mark.skipif(not installed("torch"), reason="torch is not installed")
+def test_training() -> None:
+    printed = python("examples/07_training.py")
+    assert re.search(r"cosine with those of torch's attention 0\.9999?\d+ or more", printed)
+    assert printed.endswith("training again gives the same losses\n")
+
+
+@pytest.mark.long
 @needs_transformers
 def test_transformers_deepseek_v32() -> None:
     printed = python("examples/02_transformers_deepseek_v32.py", "--prompt", "300", "--new", "4")

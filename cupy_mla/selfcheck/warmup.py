@@ -94,7 +94,8 @@ def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
     """The kernels for Hopper of dense decode: which of them serves a call depends on its requests and on the table."""
     constants = layout.defines().items()
     of_rows = [kernel for module in DENSE for kernel in module.kernels() if constants <= kernel.defines.items()]
-    merges = [kernel for kernel in dense_combine.kernels() if kernel.defines["FP8_PARTIALS"] == layout.quantized]
+    ours = {"FP8_PARTIALS": int(layout.quantized), "HALF_ITEMS": int(layout.half)}.items()
+    merges = [kernel for kernel in dense_combine.kernels() if ours <= kernel.defines.items()]
     return [kernel for kernel in (*of_rows, *merges) if kernel.suits(gpu.capability)]
 
 

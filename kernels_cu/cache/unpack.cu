@@ -45,7 +45,8 @@ __device__ __forceinline__ float value_at(const UnpackParams& p, const uint8_t* 
 #else
     float v[4];
     e4m3x4_to_float(data[value], v);
-    return multiply_exactly(v[0], scale_of_value(p.k_scale, scales, value));
+    const float scale = scale_of_value(p.k_scale, scales, value);
+    return scale == 0.0f ? 0.0f : multiply_exactly(v[0], scale);  // whatever is stored under a scale of 0
 #endif
 }
 

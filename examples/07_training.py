@@ -1,0 +1,168 @@
+"""Train a small model through sparse attention, beside the same model with attention of torch's own operations.
+
+Two layers of Multi-head Latent Attention with weights absorbed, as DeepSeek-V3.2 trains its sparse stage: all heads of
+a token share one list of rows, and rows are keys and values at once. The task: each token is the one LAG places before
+it, so attention has to find it. Several sequences are packed into one array of rows; lists keep them apart.
+
+Gradients of the first step are compared, then both models train, from the same weights and on the same tokens. Each
+step's gradients are deterministic: training again gives the same losses to the last digit.
+
+Needs torch; runs on the GPU where there is one.
+
+    python examples/07_training.py
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+
+try:
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional
+
+    import cupy_mla
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
+
+DEVICE = "cuda" if torch.cuda.is_available() and cupy_mla.cuda_available() else "cpu"
+LATENT, ROPE = 512, 64  # values of a row, and of them those with a position
+VOCABULARY, WIDTH, HEADS, LAYERS = 16, 64, 4, 2
+SEQUENCES, LENGTH, LAG, TOPK = 6, 16, 2, 8
+STEPS, RATE = 40, 2e-3
+SCALE = (WIDTH // HEADS + ROPE) ** -0.5
+CLOSE, LEFT = 0.999, 0.2  # cosine of gradients at least; of the first loss what is left at most
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+def sparse(q: Tensor, kv: Tensor, lists: Tensor, scale: float) -> Tensor:
+    """Our attention, which differentiates by itself."""
+    out, _, _ = cupy_mla.sparse_prefill(q, kv, lists, scale)
+    return out
+
+
+def plain(q: Tensor, kv: Tensor, lists: Tensor, scale: float) -> Tensor:
+    """The same of torch's operations, in float32."""
+    rows = kv[lists[:, 0].clamp(min=0).long(), 0].float()
+    logits = scale * torch.einsum("ihd,ijd->ihj", q.float(), rows)
+    weights = logits.masked_fill(lists < 0, -torch.inf).softmax(-1)
+    return torch.einsum("ihj,ijd->ihd", weights, rows[..., :LATENT]).bfloat16()
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """RoPE on the last axis, whose halves are the two coordinates."""
+    angles = positions[:, None, None] * 100.0 ** -torch.linspace(0, 1, ROPE // 2, device=x.device)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+class Layer(nn.Module):
+    """Attention over rows of LATENT + ROPE values, and a small network behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        each = WIDTH // HEADS
+        self.q, self.q_rope = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HEADS * ROPE)
+        self.row, self.row_rope = nn.Linear(WIDTH, LATENT), nn.Linear(WIDTH, ROPE)
+        self.absorbed = nn.Parameter(torch.randn(HEADS, each, LATENT) / math.sqrt(each))  # W_UK
+        self.values = nn.Parameter(torch.randn(HEADS, LATENT, each) / math.sqrt(LATENT))  # W_UV
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.before, self.of_rows, self.behind = nn.LayerNorm(WIDTH), nn.LayerNorm(LATENT), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, positions: Tensor, lists: Tensor, attend: Attend) -> Tensor:
+        """x [T, WIDTH] to the same."""
+        y = self.before(x)
+        nope = torch.einsum("thc,hcl->thl", self.q(y).unflatten(-1, (HEADS, -1)), self.absorbed)
+        rope = rotated(self.q_rope(y).unflatten(-1, (HEADS, ROPE)), positions)
+        row_rope = rotated(self.row_rope(y)[:, None], positions)
+        q, kv = torch.cat([nope, rope], -1), torch.cat([self.of_rows(self.row(y))[:, None], row_rope], -1)
+        latent = attend(q.bfloat16(), kv.bfloat16(), lists, SCALE).float()
+        x = x + self.out(torch.einsum("thl,hlc->thc", latent, self.values).flatten(1))
+        return x + self.mlp(self.behind(x))
+
+
+class Model(nn.Module):
+    """Token numbers to logits of the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def loss(self, tokens: Tensor, attend: Attend) -> Tensor:
+        """Of the tokens [SEQUENCES, LENGTH] that follow from those before them."""
+        positions = torch.arange(LENGTH, device=DEVICE).repeat(SEQUENCES)
+        x, lists = self.embedding(tokens.flatten()), packed_lists()
+        for layer in self.layers:
+            x = layer(x, positions, lists, attend)
+        logits = self.head(x).unflatten(0, tokens.shape)[:, LAG - 1 : -1]
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, LAG:].flatten())
+
+
+def packed_lists() -> Tensor:
+    """Each token's last TOPK rows of its own sequence, as an indexer might choose them; -1 where there are fewer."""
+    token = torch.arange(SEQUENCES * LENGTH, device=DEVICE, dtype=torch.int32)[:, None]
+    rows = token - torch.arange(TOPK, device=DEVICE, dtype=torch.int32)
+    return torch.where(rows >= token - token % LENGTH, rows, -1)[:, None]
+
+
+def batch(generator: torch.Generator) -> Tensor:
+    """Sequences that repeat their first LAG tokens."""
+    start = torch.randint(VOCABULARY, (SEQUENCES, LAG), generator=generator)
+    return start.repeat(1, LENGTH // LAG + 1)[:, :LENGTH].to(DEVICE)
+
+
+def model_of(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model().to(DEVICE)
+
+
+def train(attend: Attend, steps: int) -> list[float]:
+    """The losses of so many steps."""
+    model, generator = model_of(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.Adam(model.parameters(), RATE)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model.loss(batch(generator), attend)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def first_gradients(attend: Attend) -> list[Tensor]:
+    model = model_of()
+    model.loss(batch(torch.Generator().manual_seed(1)), attend).backward()
+    return [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # products are small
+    cosines = [
+        functional.cosine_similarity(a, b, dim=0).item()
+        for a, b in zip(first_gradients(sparse), first_gradients(plain), strict=True)
+    ]
+    print(f"gradients of {len(cosines)} parameters: cosine with those of torch's attention {min(cosines):.6f} or more")
+    curves = {}
+    for name, attend in (("sparse_prefill", sparse), ("torch", plain)):
+        start = time.perf_counter()
+        curves[name] = train(attend, STEPS)
+        shown = "  ".join(f"{loss:.3f}" for loss in curves[name][:: STEPS // 5])
+        print(f"{name:>14}: loss {shown}  {curves[name][-1]:.3f}   {time.perf_counter() - start:.1f} s")
+    again = train(sparse, STEPS // 5)
+    print("training again gives", "the same losses" if again == curves["sparse_prefill"][: len(again)] else "others")
+    if min(cosines) < CLOSE or again != curves["sparse_prefill"][: len(again)]:
+        sys.exit("gradients are not what they should be")
+    if any(curve[-1] > LEFT * curve[0] for curve in curves.values()):
+        sys.exit("the models have not learned")
+
+
+if __name__ == "__main__":
+    main()
