@@ -271,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
         bring_tile(p, item, 0);
         cp_async_wait<1>();
         __syncthreads();
-        find_head_numbers(p, item, numbers(),
+        find_head_numbers(p, item, numbers(), p.aligned,
                           [](int line, int chunk) { return load_shared_16(chunk_of<V_BYTES>(DOUT_AT, line, chunk)); });
     } else {
         leave_no_terms(p, item);
