@@ -220,6 +220,30 @@ def convert_cases(tokens: int, topk: int) -> Iterator[Case]:
     )  # fmt: skip
 
 
+def pool_cases(tokens: int) -> Iterator[Case]:
+    """Pools of 4 tokens: keys of eight prompts, and lists of 512 chosen pools at 160K tokens a sequence."""
+    kpool, requests, n, longest = 4, 8, 512, 163840
+    arrays = {
+        "k": normal(tokens, 128), "gate": normal(tokens, 128), "ape": normal(kpool, 128).float(),
+        "tail": torch.zeros(requests, 2, 2 * kpool, 128, device="cuda", dtype=torch.bfloat16),
+        "tail_blocks": torch.arange(requests, device="cuda", dtype=torch.int32),
+        "query_start_loc": torch.arange(requests + 1, device="cuda", dtype=torch.int32) * (tokens // requests),
+        "seq_lens": torch.full((requests,), tokens // requests, device="cuda", dtype=torch.int32),
+        "out": torch.zeros(tokens, 128, device="cuda", dtype=torch.bfloat16),
+    }  # fmt: skip
+    yield Case(f"pool keys tokens {tokens}", cupy_mla.kpool_compress, arrays, {}, ("out",), 3 * 256 * tokens)
+    tokens //= 16
+    arrays = {
+        "pool_ids": torch.rand(tokens, longest // kpool, device="cuda").topk(n).indices.int(),
+        "seq_lens": torch.randint(longest - kpool, longest, (tokens,), device="cuda", dtype=torch.int32),
+        "out": torch.zeros(tokens, n * kpool + kpool - 1, device="cuda", dtype=torch.int32),
+    }
+    yield Case(
+        f"expand pools {tokens} x {n}", cupy_mla.expand_pools_and_append_tail, arrays, {"kpool": kpool}, ("out",),
+        4 * tokens * (n + n * kpool + kpool - 1),
+    )  # fmt: skip
+
+
 def rank_cases(tokens: int, heads: int) -> Iterator[Case]:
     """Context parallelism over two ranks with 160K tokens a request: lists of 2048, and what both found for them."""
     ranks, topk, longest = 2, 2048, 163840
@@ -306,6 +330,7 @@ def main() -> None:
     measure(record, lambda: concat_cases(2048 // small, 128))
     measure(record, lambda: convert_cases(4096 // small, 2048))
     measure(record, lambda: v4_index_cases(4096 // small))
+    measure(record, lambda: pool_cases(65536 // small))
     measure(record, lambda: rank_cases(512 // small, 128))
     measure(record, lambda: quant_cases(1024 // small, 128))
     print(record.write())

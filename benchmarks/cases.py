@@ -191,6 +191,13 @@ INDEXER = [
     Group("indexer: decode selection, logits to slots", "indexer", _beginning("select_decode"), 1.3, 1.1),
     Group("indexer: portable kernel's logits", "indexer", _beginning("portable_"), 0.35, 0.25),
 ]
+INDEXER_V41 = [
+    Group("V4.1's index: logits of candidates, beside dense ones", "indexer_v41", _beginning("candidates"), 5.0, 3.0),
+    Group("V4.1's index: logits over MXFP4 keys, beside FP8 keys", "indexer_v41", _beginning("mxfp4"), 1.2, 1.0),
+    Group(
+        "V4.1's index: packing and gathering, beside a copy", "indexer_v41", _beginning("pack", "gather", "widen"), 0.85
+    ),
+]
 DENSE = [
     Group("dense decode, bf16", "dense_decode", lambda case, n: n["h"] > 0, 1.15),
     Group("dense decode, bf16, 1 to 4 requests", "dense_decode", lambda case, n: n["b"] <= 4, 1.25, 1.05),

@@ -7,6 +7,7 @@ compute-sanitizer --tool memcheck python benchmarks/small_cases.py
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -99,6 +100,15 @@ def merge_case(rng: np.random.Generator) -> None:
     for call in operation.calls(rng, Wanted(strays=True)):
         results, references = (operation.run(call, array) for array in (cupy.asarray, np.asarray))
         compare_attention(f"attention of ranks {call.detail}", results, references)
+
+
+def compress_case(rng: np.random.Generator) -> None:
+    """Keys of pools of tokens, and their rings; the twins of the keys agree to rounding."""
+    operation = OPERATIONS["kpool_compress"]
+    for call in operation.calls(rng, Wanted(strays=True)):
+        (tail, keys), (want_tail, want) = (operation.run(call, array) for array in (cupy.asarray, np.asarray))
+        compare(f"rings of {call.detail}", tail.view(np.uint16), want_tail.view(np.uint16))
+        compare(f"keys of {call.detail}", keys, want)
 
 
 def backward_case(rng: np.random.Generator, h: int, dtype: str, d_qk: int = 576, kernel: str = "") -> None:
@@ -359,6 +369,36 @@ def logits_case(rng: np.random.Generator, heads: int, queries: int, kernel: str)
     os.environ.pop(LOGITS_VARIABLE)
 
 
+def mxfp4_case(rng: np.random.Generator, heads: int, queries: int, kernel: str) -> None:
+    """Logits over MXFP4 keys, and over candidate blocks of them and of FP8 keys: exact in any order of summation."""
+    os.environ[LOGITS_VARIABLE] = kernel
+    requests = 70
+    keys = rng.integers(-1, 2, (9 * 64, 4, 32)) * np.exp2(rng.integers(-2, 2, (9 * 64, 4, 1)))
+    caches = [np.zeros((9, 64, token_bytes), np.uint8) for token_bytes in (68, 132)]
+    for cache in caches:
+        cupy_mla.indexer_k_quant_and_cache(keys.reshape(-1, 128).astype(BF16), cache, np.arange(9 * 64), "ue8m0")
+    q8 = rng.integers(-1, 2, (requests, queries, heads, 128)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    w = rng.choice(np.array([-1, 0.5], np.float32), (requests * queries, heads))
+    table, lens = rng.integers(0, 9, (requests, 4), dtype=np.int32), rng.integers(0, 256, requests, dtype=np.int32)
+    name = f"h {heads} n {queries} {kernel}"
+    given = q8, caches[0], w, lens, table
+    ours = cupy_mla.paged_indexer_logits(*on_gpu(*given), 255)
+    compare(f"paged logits of MXFP4 {name}", ours, cupy_mla.paged_indexer_logits(*given, 255))
+    if queries == 1:
+        blocks = -(-lens // 8)
+        chosen = np.where(np.arange(9) < blocks[:, None], np.arange(9), -1).astype(np.int32)
+        chosen[:, -1] = np.where(blocks > 9, blocks - 1, chosen[:, -1])
+        for cache, many in itertools.product(caches, (False, True)):  # as if there were many units an SM
+            given = q8[:, 0], cache, w, chosen, lens, np.arange(requests, dtype=np.int32), table
+            with replaced(logits_sm90, **({"FEW_UNITS": 0} if many else {})):
+                ours = cupy_mla.candidate_logits(*on_gpu(*given))
+            of = f"candidates {cache.shape[2]} {name}{', many units' * many}"
+            compare(f"logits of {of}", ours, cupy_mla.candidate_logits(*given))
+            ours = cupy_mla.select_candidate_rows(*on_gpu(*given), 40)
+            compare(f"rows of {of}", ours, cupy_mla.select_candidate_rows(*given, 40))
+    os.environ.pop(LOGITS_VARIABLE)
+
+
 def topk_case(rng: np.random.Generator, rows: int, width: int) -> None:
     logits = np.maximum(rng.standard_normal((rows, width), np.float32), -0.3)
     starts = rng.integers(0, width // 8, rows, dtype=np.int32)
@@ -398,7 +438,13 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
                 f"logits {kernel} h {heads} n {queries}",
                 partial(logits_case, heads=heads, queries=queries, kernel=kernel),
             )
+        for heads, queries in (*LOGITS_SIZES, (32, 1)):
+            yield (
+                f"MXFP4 logits {kernel} h {heads} n {queries}",
+                partial(mxfp4_case, heads=heads, queries=queries, kernel=kernel),
+            )
     yield "attention of ranks", merge_case
+    yield "compress pools", compress_case
     sizes = ((7, 576), (7, 512), (32, 576), (32, 512), (64, 576), (70, 512))
     for (h, d_qk), dtype in zip(sizes, 3 * ("float32", "bfloat16"), strict=True):
         for kernel in (*shapes, "") if hopper and h > 32 else shapes:

@@ -17,7 +17,14 @@ from .bridges import Place, cuda_available, to_cupy, to_numpy, to_torch
 from .calls.operation import register_graph_operations as _register_graph_operations
 from .config import SparseMLAConfig
 from .cuda.attention.choose import forced
-from .flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from .flash_mla import (
+    FlashMLASchedMeta,
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    flash_mla_with_kvcache_fp8,
+    get_mla_metadata,
+    get_mla_metadata_dense_fp8,
+)
 from .metadata.batch import (
     BatchMetadata,
     prefill_workspace_size,
@@ -81,8 +88,10 @@ __all__ = [
     "flash_mla",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "flash_mla_with_kvcache_fp8",
     "forced",
     "get_mla_metadata",
+    "get_mla_metadata_dense_fp8",
     "layer_sources",
     "layouts",
     "prefill_workspace_size",

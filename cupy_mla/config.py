@@ -101,7 +101,10 @@ class SparseMLAConfig:
         object.__setattr__(self, "model", kind)
         if self.is_v4 and self.d_qk != 512:
             raise ValueError(f"d_qk of a {'V4' if kind == 'v4' else 'V4.1'} model must be 512, got {self.d_qk}")
-        if self.layout.quantized and self.layout.rope_apart == self.is_v4:
+        if self.layout.scale_of_call or not self.layout.told:
+            why = "whose scale each call brings" if self.layout.scale_of_call else "which each call must name"
+            raise ValueError(f"cache_layout: layers have no {self.cache_layout!r}, {why}")
+        if self.layout.quantized and self.layout.of_v4 != self.is_v4:
             raise ValueError(f"cache_layout: models of kind {kind!r} have no caches {self.cache_layout!r}")
         if self.is_v4 and self.dense_when_short:
             raise ValueError(f"dense_when_short: layers of models of kind {kind!r} have no lists of all tokens")

@@ -3,7 +3,8 @@
     from cupy_mla import deep_gemm          # instead of: import deep_gemm
 
 Takes torch, CuPy and NumPy arrays. Beyond DeepGEMM: 8 to 64 heads in steps of 8, any number of queries a request, any
-block size, GPUs from sm_80 on, CPUs, and compressed logits (`max_seqlen_k`) with `clean_logits`. Not there: FP4.
+block size, GPUs from sm_80 on, CPUs, and compressed logits (`max_seqlen_k`) with `clean_logits`. FP4 is widened to e4m3
+(`cupy_mla.widen_mxfp4` says what is exact), queries and keys in rows by a launch more.
 
 Source: DeepGEMM's Python interface as it ships in vLLM 0.22.1. That of vLLM 0.33 has the `fp8_fp4_*` spellings alone,
 and other arguments in the place of `clean_logits`; those are an error here, so give them by name.
@@ -13,12 +14,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from . import arrays
-from .bridges import bind
+from .bridges import bind, describe
 from .checks.options import require_bool, require_integer
 from .checks.values import check_widths
-from .dtypes import INT32
+from .dtypes import INT32, UINT8
 from .ops import logits
+from .ops.logits import D, widen_mxfp4
 from .typing import A, AnyArray
 
 __all__ = [
@@ -126,7 +130,7 @@ def get_paged_mqa_logits_metadata(context_lens: A, block_kv: int, num_sms: int) 
 
 
 def fp8_fp4_mqa_logits(
-    q: tuple[A, None],
+    q: tuple[A, AnyArray | None],
     kv: tuple[AnyArray, AnyArray],
     weights: AnyArray,
     cu_seq_len_k_start: AnyArray,
@@ -134,14 +138,23 @@ def fp8_fp4_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
 ) -> A:
-    """`fp8_mqa_logits` with q as a pair of values and None, as FP8 has it; scales of q, as of FP4, are an error."""
+    """`fp8_mqa_logits` with q as a pair: FP8 values and None, or MXFP4 values and scales. Keys are FP8, or MXFP4 too.
+
+    Args:
+        q: MXFP4: values [M, H, 64] uint8 or int8, and scales [M, H, 4] uint8 or [M, H] int32.
+        kv: MXFP4: values [N, 64] uint8 or int8, and scales [N, 4] uint8 or [N] int32.
+    """
+    values, scaled = _queries(q, weights)
+    keys, scales = _pair("kv", kv)
+    if describe("kv[0]", keys).shape[-1:] == (D // 2,):
+        keys, scales = _widened("kv", _bytes("kv[0]", keys), _bytes("kv[1]", scales))
     return fp8_mqa_logits(
-        _values(q), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
+        values, (keys, scales), scaled, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
     )  # fmt: skip
 
 
 def fp8_fp4_paged_mqa_logits(
-    q: tuple[A, None],
+    q: tuple[A, AnyArray | None],
     kv_cache: AnyArray,
     weights: AnyArray,
     context_lens: AnyArray,
@@ -150,9 +163,15 @@ def fp8_fp4_paged_mqa_logits(
     max_context_len: int,
     clean_logits: bool = False,
 ) -> A:
-    """`fp8_paged_mqa_logits` with q as a pair of values and None, as FP8 has it; scales of q are an error."""
+    """`fp8_paged_mqa_logits` with q as a pair: FP8 values and None, or MXFP4 values and scales.
+
+    Args:
+        q: MXFP4: values [B, n, H, 64] uint8 or int8, and scales [B, n, H, 4] uint8 or [B, n, H] int32.
+        kv_cache: [num_blocks, block_size, 1, 132] in layout INDEXER_FP8, or [..., 68] in layout INDEXER_MXFP4.
+    """
+    values, scaled = _queries(q, weights)
     return fp8_paged_mqa_logits(
-        _values(q), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits
+        values, kv_cache, scaled, context_lens, block_table, schedule_meta, max_context_len, clean_logits
     )
 
 
@@ -176,8 +195,33 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
     return value[0], value[1]
 
 
-def _values(q: Any) -> Any:
+def _queries(q: Any, weights: Any) -> tuple[Any, Any]:
+    """e4m3 values of queries, and the heads' weights with the scales that they then have."""
     values, scales = _pair("q", q)
-    if scales is not None:
-        raise ValueError("q: scales were given, as FP4 and MX formats have them: cupy_mla has plain FP8 only so far")
-    return values
+    if scales is None:
+        return values, weights
+    codes, scales = _bytes("q[0]", values), _bytes("q[1]", scales)
+    if len(codes.shape) != 4:
+        return _widened("q", codes, scales, weights)
+    flat_codes, flat_scales = (array.reshape(-1, *array.shape[2:]) for array in (codes, scales))
+    wide, factors = _widened("q", flat_codes, flat_scales, weights)
+    return wide.reshape(*codes.shape[:3], D), factors
+
+
+def _widened(name: str, codes: Any, scales: Any, weights: Any = None) -> tuple[Any, Any]:
+    """`widen_mxfp4` of a pair of that name."""
+    try:
+        return widen_mxfp4(codes, scales, weights)
+    except (TypeError, ValueError) as error:
+        of, colon, rest = str(error).partition(":")
+        raise type(error)(f"{ {'codes': f'{name}[0]', 'scales': f'{name}[1]'}.get(of, of) }{colon}{rest}") from error
+
+
+INT8 = np.dtype(np.int8)  # how torch packs FP4
+
+
+def _bytes(name: str, array: Any) -> Any:
+    """An array's items as uint8; those of int32 as four each, along another axis."""
+    found = describe(name, array)
+    wide = array[..., None] if found.dtype == INT32 else array
+    return wide.view(found.library.native_dtype(UINT8)) if found.dtype in (INT8, INT32) else array

@@ -6,22 +6,37 @@ Takes torch, CuPy and NumPy arrays. Beyond FlashMLA: any head count from 1 to 12
 and an extra cache for the V3.2 layout as well, sparse decode on a bf16 paged cache, dense decode over FP8 rows and with
 an attention sink, GPUs from sm_80 on, and CPUs.
 
-Source: FlashMLA's Python interface as it ships in vLLM 0.22.1, and the newest one's `enable_batch_invariant`.
+Source: FlashMLA's Python interface as it ships in vLLM 0.22.1 and in sgl-flash-mla 1.0, and vLLM's
+`flash_mla_with_kvcache_fp8`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from . import layouts
 from .calls.operation import differentiable, operation
-from .checks.options import require_bool, require_scale, shown
+from .checks.options import require_bool, require_choice, require_scale, shown
 from .checks.validate import require_d_v
 from .cuda.program import Plan
 from .ops import attention, dense
-from .typing import A, AnyArray
+from .typing import A, AnyArray, CallScale
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "flash_mla_with_kvcache_fp8",
+    "get_mla_metadata",
+    "get_mla_metadata_dense_fp8",
+]
+
+LOG2_E = math.log2(math.e)
+# The layouts by the names that `kv_format` has for them.
+KV_FORMATS = {"V32": "v32_fp8", "V32_NO_ROPE": "v32_nope_fp8", "V4": "v4_fp8", "V41": "v41_fp8"}
 
 Shapes = tuple[int, ...]
 
@@ -65,6 +80,15 @@ def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -
     return FlashMLASchedMeta(batch_invariant=require_bool("batch_invariant", batch_invariant)), None
 
 
+def get_mla_metadata_dense_fp8(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """An empty schedule for `flash_mla_with_kvcache_fp8`; arguments are ignored, as those of `get_mla_metadata` are.
+
+    Example:
+        >>> schedule, _ = cupy_mla.get_mla_metadata_dense_fp8()
+    """
+    return get_mla_metadata()
+
+
 @operation
 @differentiable
 def flash_mla_sparse_fwd(
@@ -76,11 +100,17 @@ def flash_mla_sparse_fwd(
     attn_sink: AnyArray | None = None,
     topk_length: AnyArray | None = None,
     out: A | None = None,
+    use_legacy: bool = False,
+    return_log2_lse: bool = False,
 ) -> tuple[A, A, A]:
     """Sparse prefill: `cupy_mla.sparse_prefill` under FlashMLA's name, whose arguments, results and errors these are.
 
     `lse = log(sum_j exp(sm_scale * q . kv_j))`, natural logarithm, over a token's valid rows; `attn_sink` scales out
     alone; a token without a valid row has out 0, max_logits -inf and lse +inf. `cupy_mla.sparse_prefill` has it all.
+
+    Args:
+        use_legacy: which of its kernels FlashMLA takes; it changes nothing here.
+        return_log2_lse: return lse in base 2, `lse * log2(e)`; max_logits stay as they are.
 
     Example:
         >>> q, kv = np.zeros((1, 64, 576), bfloat16), np.ones((10, 1, 576), bfloat16)
@@ -88,8 +118,16 @@ def flash_mla_sparse_fwd(
         >>> out.shape, float(out[0, 0, 0])
         ((1, 64, 512), 1.0)
     """
-    given = attention.GivenPrefill(q, kv, indices, attn_sink, topk_length, out)
-    return attention.prefill(given, sm_scale, d_v)
+    require_bool("use_legacy", use_legacy)
+    returns_log2 = require_bool("return_log2_lse", return_log2_lse)
+    more = {} if out is None else {"out": out}
+    lse: Any
+    out, max_logits, lse = attention.sparse_prefill(
+        q, kv, indices, sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length, **more
+    )
+    if returns_log2:
+        lse *= LOG2_E
+    return out, max_logits, lse
 
 
 def flash_mla_with_kvcache(
@@ -102,7 +140,7 @@ def flash_mla_with_kvcache(
     num_splits: None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    is_fp8_kvcache: bool = False,
+    is_fp8_kvcache: bool | None = None,
     indices: AnyArray | None = None,
     attn_sink: AnyArray | None = None,
     extra_k_cache: AnyArray | None = None,
@@ -111,6 +149,10 @@ def flash_mla_with_kvcache(
     extra_topk_length: AnyArray | None = None,
     out: A | None = None,
     enable_batch_invariant: bool = False,
+    use_legacy: bool = False,
+    kv_format: str | None = None,
+    descale_q: CallScale | None = None,
+    descale_k: CallScale | None = None,
 ) -> tuple[A, A]:
     """Decode on a paged cache: with `indices` sparse, as `cupy_mla.sparse_decode`; without them dense, as
     `cupy_mla.dense_decode`. They say what is computed, shapes, dtypes and results.
@@ -129,9 +171,16 @@ def flash_mla_with_kvcache(
         softmax_scale: default `d_qk ** -0.5`, as in FlashMLA. DeepSeek-V3.2's is another: see
             `cupy_mla.sparse_prefill`.
         causal: of dense mode, whether a query sees no row behind its own; must be False in sparse mode.
-        is_fp8_kvcache: whether `k_cache` holds FP8 rows; must agree with `k_cache`.
+        is_fp8_kvcache: whether `k_cache` holds FP8 rows; must agree with `k_cache`; None: as `k_cache` says.
         indices: [b, s_q, topk] int32 slots; None: dense mode, which takes neither lengths of lists nor an extra cache.
         enable_batch_invariant: as `get_mla_metadata(batch_invariant=True)`.
+        use_legacy: which of its kernels FlashMLA takes. Here it says that `kv_format="V41"` is V41_FP8_SPLIT, which
+            those read; else it changes nothing.
+        kv_format: the layout of `k_cache`, with which it must agree: "V32" (V32_FP8), "V32_NO_ROPE" (V32_NOPE_FP8),
+            "V4" (V4_FP8), "V41" (V41_FP8), or a name that `cupy_mla.empty_cache` takes. None: as `k_cache` says, but of
+            rows of 528 bytes.
+        descale_q, descale_k: `q_scale` and `k_scale` of `cupy_mla.sparse_decode` and `cupy_mla.dense_decode`, of q
+            in e4m3 and of rows in layout PLAIN_FP8.
 
     Returns:
         out [b, s_q, h_q, 512] bfloat16, lse [b, h_q, s_q] float32.
@@ -160,7 +209,12 @@ def flash_mla_with_kvcache(
     batch_invariant = meta.batch_invariant
     if enable_batch_invariant is not False:
         batch_invariant |= require_bool("enable_batch_invariant", enable_batch_invariant)
-    settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, meta.shapes, meta.num_splits
+    if use_legacy is not False and require_bool("use_legacy", use_legacy) and kv_format == "V41":
+        kv_format = "v41_fp8_split"
+    settings = (
+        head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, meta.shapes, meta.num_splits, kv_format,
+    )  # fmt: skip
+    scales = {} if descale_q is descale_k is None else {"q_scale": descale_q, "k_scale": descale_k}
     if indices is None:
         _require_no_lists(
             topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
@@ -171,17 +225,65 @@ def flash_mla_with_kvcache(
                 "indices is None, which asks for dense decode: block_table and cache_seqlens must be given"
             )
         sink = {} if attn_sink is None else {"attn_sink": attn_sink}
-        given = sink if out is None else {**sink, "out": out}
+        given = {**sink, **scales} if out is None else {**sink, **scales, "out": out}
         out, lse, meta.shapes = _dense_with_kvcache(q, k_cache, block_table, cache_seqlens, settings, **given)
         return out, lse
     if attn_sink is topk_length is extra_k_cache is extra_indices_in_kvcache is extra_topk_length is out is None:
-        others = {}  # the usual call, which takes the host less time so
+        others = scales  # mostly none: the usual call, which takes the host less time so
     else:
         others = {
             "attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache,
-            "extra_indices": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length, "out": out,
+            "extra_indices": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length, "out": out, **scales,
         }  # fmt: skip
     out, lse, meta.shapes = _with_kvcache(q, k_cache, indices, meta.plan, settings, **others)
+    return out, lse
+
+
+def flash_mla_with_kvcache_fp8(
+    q: A,
+    k_cache: AnyArray,
+    block_table: AnyArray,
+    cache_seqlens: AnyArray,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any,
+    num_splits: Any,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    descale_q: CallScale | None = None,
+    descale_k: CallScale | None = None,
+) -> tuple[A, A]:
+    """Dense decode over e4m3 rows of one scale under vLLM's name: `cupy_mla.dense_decode` over layout PLAIN_FP8.
+
+    Args:
+        q: [b, s_q, h_q, 576 | 512] float8_e4m3fn, or bfloat16 without `descale_q`.
+        k_cache: [num_blocks, block_size, (1,) 576 | 512] float8_e4m3fn.
+        block_table: [b, width] int32 blocks of each request.
+        cache_seqlens: [b] int32 rows of each request.
+        head_dim_v: value width, 512.
+        tile_scheduler_metadata, num_splits: ignored: the schedule follows from lengths, on the device.
+        softmax_scale: default `d_qk ** -0.5`.
+        causal: whether a query sees no row behind its own.
+        descale_q, descale_k: `q_scale` and `k_scale` of `cupy_mla.dense_decode`.
+
+    Returns:
+        out [b, s_q, h_q, 512] bfloat16, lse [b, h_q, s_q] float32.
+
+    Raises:
+        TypeError, ValueError: as `cupy_mla.dense_decode`, and where rows are of another layout.
+
+    Example:
+        >>> from ml_dtypes import float8_e4m3fn
+        >>> q, cache = np.zeros((1, 1, 16, 576), float8_e4m3fn), np.ones((2, 64, 1, 576), float8_e4m3fn)
+        >>> table, lens = np.array([[1, 0]], np.int32), np.array([100], np.int32)
+        >>> out, lse = cupy_mla.flash_mla_with_kvcache_fp8(
+        ...     q, cache, table, lens, 512, None, None, descale_q=1.0, descale_k=0.5
+        ... )
+        >>> out.shape, float(out[0, 0, 0, 0])
+        ((1, 1, 16, 512), 0.5)
+    """
+    settings = head_dim_v, softmax_scale, causal, True, False, None, None, "plain_fp8"
+    scales = {"q_scale": descale_q, "k_scale": descale_k}
+    out, lse, _ = _dense_with_kvcache(q, k_cache, block_table, cache_seqlens, settings, **scales)
     return out, lse
 
 
@@ -189,9 +291,10 @@ def flash_mla_with_kvcache(
 FACTS = ("q", "q", "q", "q", "block_size", "is_fp8_kvcache", "topk", "extra_block_size", "extra_topk", "causal")
 
 
-def _shapes(given: attention.Given, is_fp8: bool, causal: bool = False) -> Shapes | None:
+def _shapes(given: attention.Given, causal: bool = False) -> Shapes | None:
     """The values of `FACTS` for a call, -1 for lists that it has not; None for arguments that the checks refuse."""
     try:
+        is_fp8 = not str(given.k_cache.dtype).endswith("float16")  # nor bfloat16
         b, s_q, h_q, d_qk = given.q.shape
         topk, extra_topk = (-1 if a is None else a.shape[-1] for a in (given.indices, given.extra_indices))
         extra_block = -1 if given.extra_k_cache is None else given.extra_k_cache.shape[1]
@@ -220,12 +323,19 @@ def _require_no_lists(**given: Any) -> None:
             raise ValueError(f"{name} was given, but indices is None, which asks for dense decode: that has no lists")
 
 
-def require_sparse(head_dim_v: Any, causal: Any, is_fp8_kvcache: Any) -> bool:
-    """Check settings of sparse decode; returns the last one as a bool."""
+def require_sparse(head_dim_v: Any, causal: Any) -> None:
+    """Check settings of sparse decode."""
     require_d_v("head_dim_v", head_dim_v)
     if require_bool("causal", causal):
         raise ValueError("causal must be False when indices is given: the index list says what is attended")
-    return require_bool("is_fp8_kvcache", is_fp8_kvcache)
+
+
+def layout_of(kv_format: Any) -> str | None:
+    """The layout that `kv_format` names, or a layout's own name."""
+    if kv_format is None:
+        return None
+    require_choice("kv_format", kv_format, (*KV_FORMATS, *layouts.names()))
+    return KV_FORMATS.get(kv_format, kv_format)
 
 
 class _Settings(NamedTuple):
@@ -238,10 +348,21 @@ class _Settings(NamedTuple):
     head_dim_v: int
     softmax_scale: float | None
     causal: bool
-    is_fp8_kvcache: bool
+    is_fp8_kvcache: bool | None
     batch_invariant: bool
     planned: Shapes | None
     num_splits: int | None
+    kv_format: str | None
+
+    def door(self, names: Mapping[str, str]) -> attention.Door:
+        """What is said of `k_cache`, with FlashMLA's names of arguments."""
+        is_fp8 = self.is_fp8_kvcache
+        if is_fp8 is not None:
+            require_bool("is_fp8_kvcache", is_fp8)
+        return attention.Door(is_fp8, layout_of(self.kv_format), {**SCALE_NAMES, **names})
+
+
+SCALE_NAMES = {"q_scale": "descale_q", "k_scale": "descale_k", "layout": "kv_format"}
 
 
 @operation
@@ -255,15 +376,13 @@ def _with_kvcache(
         others: the other fields of `ops.attention.Given`.
     """
     asked, given = _Settings(*settings), attention.Given(q, k_cache, indices, **others)
-    is_fp8_kvcache = require_sparse(asked.head_dim_v, asked.causal, asked.is_fp8_kvcache)
-    shapes = _shapes(given, is_fp8_kvcache)
+    require_sparse(asked.head_dim_v, asked.causal)
+    door, shapes = asked.door({"extra_indices": "extra_indices_in_kvcache"}), _shapes(given)
     _require_planned(asked.planned, shapes)
     if not given.topk_length is given.extra_topk_length is given.extra_k_cache is None:
         plan = None  # lengths differ from call to call; without them two lists are equally long
     scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
-    out, lse = attention.decode(
-        given, scale, asked.num_splits, asked.batch_invariant, is_fp8_kvcache, plan, "extra_indices_in_kvcache"
-    )
+    out, lse = attention.decode(given, scale, asked.num_splits, asked.batch_invariant, plan, door=door)
     return out, lse, shapes
 
 
@@ -280,12 +399,11 @@ def _dense_with_kvcache(
     asked = _Settings(*settings)
     require_d_v("head_dim_v", asked.head_dim_v)
     causal = require_bool("causal", asked.causal)
-    is_fp8_kvcache = require_bool("is_fp8_kvcache", asked.is_fp8_kvcache)
-    shapes = _shapes(attention.Given(q, k_cache, None), is_fp8_kvcache, causal)
+    door, shapes = asked.door({"seq_lens": "cache_seqlens"}), _shapes(attention.Given(q, k_cache, None), causal)
     _require_planned(asked.planned, shapes)
     scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
     out, lse = dense.decode(
         dense.Given(q, k_cache, block_table, cache_seqlens, **others), scale, dense.Sees(causal), asked.num_splits,
-        asked.batch_invariant, is_fp8_kvcache, "cache_seqlens",
+        asked.batch_invariant, door,
     )  # fmt: skip
     return out, lse, shapes

@@ -17,9 +17,10 @@ from typing import Literal
 import numpy as np
 
 from .checks.options import require_bool, require_choice, require_instance, require_integer
-from .dtypes import BFLOAT16, UINT8
+from .dtypes import BFLOAT16, FLOAT16, UINT8
 
 D_V = 512  # value width of every DeepSeek sparse layer
+LEAST_SCALE = 2.0**-22  # UE8M0, of vLLM's writers: the power of two from 1e-4 / 448 on
 
 
 @dataclass(frozen=True, eq=False)  # there is one of each, so that it may be a cache's key without a look inside
@@ -27,7 +28,8 @@ class Layout:
     """How one token's latent KV row lies in a paged cache. All offsets and sizes are in bytes, widths in values.
 
     Attributes:
-        name: "bf16", "v32_fp8", "v4_fp8", "plain_fp8", "indexer_fp8" or "indexer_mxfp4".
+        name: "bf16", "fp16", "v32_fp8", "v4_fp8", "plain_fp8", "v32_nope_fp8", "v41_fp8", "v41_fp8_split",
+            "indexer_fp8" or "indexer_mxfp4".
         d_qk: values a row has for Q.K (its first `D_V` values are V); 576 or 512 (128 for the indexer).
         d_nope, d_rope: the values that are quantized, and the bf16 ones behind them (the RoPE part of V3.2 and V4).
         token_bytes: bytes a token takes in the cache array (its last axis times the item size).
@@ -40,6 +42,8 @@ class Layout:
             stand apart, after the data of all its tokens.
         scale_stride: bytes from a token's scales to the next token's where they stand apart.
         block_align: the block stride that writers use is a multiple of this.
+        half: whether values are float16, as are queries and results then.
+        told: whether dtype and last axis of a cache tell the layout; else callers must name it.
         of_v4: whether the functions for V4's models write and gather it; else those for models of V3.2's kind do.
         reader: the header of `kernels_cu/rows` that reads and writes a row, without its ending; "" where kernels have
             their own.
@@ -58,6 +62,8 @@ class Layout:
     scale_offset: int = 0
     scale_stride: int = 0
     block_align: int = 1
+    half: bool = False
+    told: bool = True
     of_v4: bool = False
     reader: str = ""
     aliases: tuple[str, ...] = ()
@@ -89,8 +95,13 @@ class Layout:
 
     @cached_property
     def dtype(self) -> np.dtype:
-        """Item type of the cache array: uint8 for quantized layouts, else bfloat16."""
-        return UINT8 if self.quantized else BFLOAT16
+        """Item type of the cache array: uint8 for quantized layouts, else bfloat16 or float16."""
+        return UINT8 if self.quantized else self.values
+
+    @cached_property
+    def values(self) -> np.dtype:
+        """Item type of results, and of queries that have no scale."""
+        return FLOAT16 if self.half else BFLOAT16
 
     @cached_property
     def last_axis(self) -> int:
@@ -115,6 +126,7 @@ class Layout:
             "D_NOPE": self.d_nope,
             "D_ROPE": self.d_rope,
             "QUANTIZED_ROWS": int(self.quantized),
+            "HALF_ITEMS": int(self.half),
             "TOKEN_BYTES": self.token_bytes,
             "ROW_STRIDE": self.row_stride,
             "ROPE_OFFSET": self.rope_offset,
@@ -127,10 +139,10 @@ class Layout:
         }
 
 
-def _bf16(d_qk: int) -> Layout:
+def _of_16_bits(d_qk: int, name: str, half: bool, *aliases: str) -> Layout:
     return Layout(
-        "bf16", d_qk, d_qk - 64, 64, token_bytes=2 * d_qk, row_stride=2 * d_qk, rope_offset=2 * (d_qk - 64),
-        reader="bf16", aliases=("bfloat16", "auto"),
+        name, d_qk, d_qk - 64, 64, token_bytes=2 * d_qk, row_stride=2 * d_qk, rope_offset=2 * (d_qk - 64),
+        half=half, reader="bf16", aliases=aliases,
     )  # fmt: skip
 
 
@@ -141,8 +153,8 @@ def _plain_fp8(d_qk: int) -> Layout:
     )  # fmt: skip
 
 
-BF16_576 = _bf16(576)
-BF16_512 = _bf16(512)
+BF16_576, BF16_512 = (_of_16_bits(d_qk, "bf16", False, "bfloat16", "auto") for d_qk in (576, 512))
+FP16_576, FP16_512 = (_of_16_bits(d_qk, "fp16", True, "float16") for d_qk in (576, 512))
 V32_FP8 = Layout(
     "v32_fp8", 576, 512, 64, token_bytes=656, row_stride=656, rope_offset=528,
     scale_kind="fp32", scale_tile=128, scale_offset=512, reader="v32_fp8",
@@ -155,6 +167,19 @@ V4_FP8 = Layout(
 )  # fmt: skip
 PLAIN_FP8_576 = _plain_fp8(576)
 PLAIN_FP8_512 = _plain_fp8(512)
+V32_NOPE_FP8 = Layout(
+    "v32_nope_fp8", 512, 512, 0, token_bytes=528, row_stride=528, rope_offset=528,
+    scale_kind="fp32", scale_tile=128, scale_offset=512, told=False, reader="v32_fp8",
+)  # fmt: skip
+V41_FP8 = Layout(
+    "v41_fp8", 512, 512, 0, token_bytes=528, row_stride=528, rope_offset=528,
+    scale_kind="ue8m0", scale_tile=32, scale_offset=512, told=False, of_v4=True, reader="v41_fp8",
+)  # fmt: skip
+V41_FP8_SPLIT = Layout(
+    "v41_fp8_split", 512, 512, 0, token_bytes=528, row_stride=512, rope_offset=512,
+    scale_kind="ue8m0", scale_tile=32, scale_offset=-1, scale_stride=16, block_align=512, told=False, of_v4=True,
+    reader="v4_fp8",
+)  # fmt: skip
 INDEXER_FP8 = Layout(
     "indexer_fp8", 128, 128, 0, token_bytes=132, row_stride=128, rope_offset=128,
     scale_kind="fp32", scale_tile=128, scale_offset=-1, scale_stride=4,
@@ -165,17 +190,32 @@ INDEXER_MXFP4 = Layout(  # two e2m1 values a byte
     scale_kind="ue8m0", scale_tile=32, scale_offset=-1, scale_stride=4,
 )  # fmt: skip
 
-# Told apart by dtype and last axis.
-ATTENTION_LAYOUTS = (BF16_576, BF16_512, V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512)
-INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_MXFP4)  # likewise
+# Told apart by dtype and last axis, or named.
+ATTENTION_LAYOUTS = (
+    BF16_576,
+    BF16_512,
+    V32_FP8,
+    V4_FP8,
+    PLAIN_FP8_576,
+    PLAIN_FP8_512,
+    V32_NOPE_FP8,
+    V41_FP8,
+    V41_FP8_SPLIT,
+)
+DENSE_LAYOUTS = (*ATTENTION_LAYOUTS, FP16_576, FP16_512)  # of `dense_decode`
+INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_MXFP4)  # told apart by dtype and last axis
 FP8_OF_V32 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.quantized and not layout.of_v4)
 FP8_OF_V4 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.of_v4)
 
 # The same names for type checkers, which read no tuples.
 CacheLayout = Literal[
-    "bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "v4_fp8", "plain_fp8", "fp8", "fp8_e4m3"
+    "bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "v4_fp8", "plain_fp8", "fp8", "fp8_e4m3",
+    "v32_nope_fp8", "v41_fp8", "v41_fp8_split",
 ]  # fmt: skip
-WritableLayout = Literal["bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "plain_fp8", "fp8", "fp8_e4m3"]
+DenseLayout = Literal[CacheLayout, "fp16", "float16"]
+WritableLayout = Literal[
+    "bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "plain_fp8", "fp8", "fp8_e4m3", "v32_nope_fp8"
+]
 
 
 def names(of: Iterable[Layout] = ATTENTION_LAYOUTS) -> tuple[str, ...]:
@@ -206,14 +246,14 @@ def of_model(name: str, d_qk: int, is_v4: bool) -> Layout:
 
 
 def by_name(name: str | Layout, d_qk: int = 576) -> Layout:
-    """The layout called `name`; of those that have two widths ("bf16", "plain_fp8") `d_qk` says which.
+    """The layout called `name`; of those that have two widths ("bf16", "fp16", "plain_fp8") `d_qk` says which.
 
     Raises:
         TypeError, ValueError: no layout has that name, or `d_qk` is none of its widths.
     """
     if isinstance(name, Layout):
         return name
-    known = (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS)
+    known = (*DENSE_LAYOUTS, *INDEXER_LAYOUTS)
     require_choice("layout", name, names(known))
     widths = {layout.d_qk: layout for layout in known if name in layout.names}
     if len(widths) == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Protocol, TypeVar
 
 from .layouts import CacheLayout as CacheLayout  # names of the layouts of a model's cache
+from .layouts import DenseLayout as DenseLayout  # of those that `cupy_mla.dense_decode` takes
 from .layouts import WritableLayout as WritableLayout  # of those that `cupy_mla.concat_and_cache_mla` writes
 
 

@@ -100,7 +100,7 @@ def empty_cache(fmt: oracle.Format, num_blocks: int, block_size: int, gap: int =
     stride = {oracle.V4: -(-nbytes // 576) * 576 + 576 * gap}.get(fmt, nbytes + 16 * gap)
     raw = poisoned((num_blocks, stride), np.uint8)
     cache = raw[:, :nbytes].reshape(num_blocks, block_size, fmt.token_bytes)
-    return cache if fmt.quantized else cache.view(BF16)
+    return cache if fmt.quantized else cache.view(fmt.dtype)
 
 
 def block_bytes(cache: np.ndarray, b: int) -> np.ndarray:

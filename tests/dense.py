@@ -10,7 +10,7 @@ import numpy as np
 import cupy_mla
 
 from . import oracle
-from .cases import Output, as_uint8, check_result, paged_rows, poisoned_outputs, scale_of
+from .cases import Output, as_uint8, check_result, paged_rows, poisoned_outputs, queries, scale_of
 from .kinds import BF16, NumPy, gapped
 
 STRAYS = np.array([-1, -2, -(2**31), 2**30, 2**31 - 1])  # blocks that no cache has
@@ -106,7 +106,17 @@ def run_dense(
             *map(kind.put, (q, of.cache, of.table, of.lens)), scale_of(q, sm_scale), attn_sink=kind.put(sink),
             **of.sees.keywords(), **more,
         )  # fmt: skip
-    return check_result(kind, out, BF16), check_result(kind, lse, np.dtype(np.float32))
+    return check_result(kind, out, values_of(q)), check_result(kind, lse, np.dtype(np.float32))
+
+
+def values_of(q: np.ndarray) -> np.dtype:
+    """The item type of results."""
+    return q.dtype if q.dtype == np.float16 else BF16
+
+
+def dense_queries(rng: np.random.Generator, fmt: oracle.Format, *shape: int) -> np.ndarray:
+    """Queries over rows of a format."""
+    return queries(rng, *shape, fmt.d_qk).astype(fmt.dtype)
 
 
 def check_dense(
@@ -114,7 +124,7 @@ def check_dense(
     sm_scale: float | None = None, out_gaps: tuple[int, ...] | None = None, **more: Any,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Run `dense_decode` and compare it with the oracle; returns the results."""
-    out = None if out_gaps is None else Output(kind, (*q.shape[:3], 512), out_gaps)
+    out = None if out_gaps is None else Output(kind, (*q.shape[:3], 512), out_gaps, values_of(q))
     given = {} if out is None else {"out": out.array}
     got = run_dense(kind, q, of, sm_scale=sm_scale, sink=sink, **given, **more)
     if out is not None:

@@ -15,6 +15,7 @@ from .dense import (
     assert_dense,
     check_dense,
     dense_oracle,
+    dense_queries,
     in_cache,
     off_zero,
     run_dense,
@@ -22,7 +23,7 @@ from .dense import (
 )
 from .kinds import gapped
 
-FORMATS = (oracle.BF16_576, oracle.BF16_512)
+FORMATS = (oracle.BF16_576, oracle.BF16_512, oracle.FP16_576, oracle.FP16_512)
 FP8_FORMATS = (oracle.V32, oracle.V4)
 
 
@@ -40,7 +41,7 @@ def some_requests(
     fmt, block_size = formats[rng.integers(len(formats))], int(rng.choice([1, 16, 48, 64, 128, 256]))
     s_q, h_q = int(rng.choice([1, 2, 5])), int(rng.integers(1, heads + 1))
     of = in_cache(rng, fmt, some_lengths(rng, b), block_size, s_q, some_view(rng), gap=8 * int(rng.integers(3)))
-    q = off_zero(fmt, gapped(queries(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, 8), of)
+    q = off_zero(fmt, gapped(dense_queries(rng, fmt, b, s_q, h_q), 0, 0, 1, 8), of)
     check_dense(kind, fmt, q, of, sink=sinks(rng, h_q), out_gaps=(0, 1, 2, 8), **options)
 
 
@@ -50,7 +51,7 @@ def full_tiles_that_some_lines_see(kind: Any, rng: np.random.Generator, b: int, 
     for window in (None, 65 - s_q, 193 - s_q):
         lens = 64 * rng.integers(1, 9, b) if window is None else rng.integers(250, 500, b)
         of = in_cache(rng, fmt, lens, 64, s_q, Sees(True, window))
-        check_dense(kind, fmt, off_zero(fmt, queries(rng, b, s_q, 8, fmt.d_qk), of), of)
+        check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, b, s_q, 8), of), of)
 
 
 def plain_requests(kind: Any, rng: np.random.Generator, b: int, heads: int, e4m3_q: bool, **options: Any) -> None:
@@ -84,7 +85,7 @@ def blocks_that_are_not_there(kind: Any, rng: np.random.Generator, b: int, forma
     of.table[1, :] = -(2**31)
     of.table = of.table[:, :20]
     of.lens[-1] = -5
-    out, _ = check_dense(kind, fmt, off_zero(fmt, queries(rng, b, 3, 20, fmt.d_qk), of), of)
+    out, _ = check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, b, 3, 20), of), of)
     assert not out[[1, b - 1]].astype(np.float32).any()
 
 
@@ -92,7 +93,7 @@ def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int,
     """Nothing of a call stays from the one before: lengths are those that then lie in the arrays."""
     fmt = formats[rng.integers(len(formats))]
     of = in_cache(rng, fmt, some_lengths(rng, b), 64, 2)
-    q, longest = queries(rng, b, 2, 16, fmt.d_qk), of.lens
+    q, longest = dense_queries(rng, fmt, b, 2, 16), of.lens
     for _ in range(3):
         check_dense(kind, fmt, off_zero(fmt, q, of), of)
         of.lens = rng.integers(0, longest + 1, dtype=np.int32)
@@ -101,7 +102,7 @@ def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int,
 def bits_of_a_request(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
     """They depend on nothing else in the batch, nor on the table's width, where a call asks for that."""
     fmt, h_q = formats[rng.integers(len(formats))], int(rng.choice([3, 16]))  # few lines alone, more than CTAs with all
-    of, q = in_cache(rng, fmt, some_lengths(rng, b), 64, 2), queries(rng, b, 2, h_q, fmt.d_qk)
+    of, q = in_cache(rng, fmt, some_lengths(rng, b), 64, 2), dense_queries(rng, fmt, b, 2, h_q)
     out, lse = run_dense(kind, q, of, batch_invariant=True)
     r = int(rng.integers(b))
     table = np.pad(of.table[r : r + 1], ((0, 0), (0, int(rng.integers(200)))), constant_values=-1)

@@ -61,8 +61,10 @@ def first_call(operation: table.Operation, rng: np.random.Generator) -> Call:
 
 
 def flash_mla_sparse_fwd(rng: np.random.Generator) -> Call:
-    call = first_call(table.OPERATIONS["sparse_prefill"], rng)
-    return replace(call, operation=cupy_mla.flash_mla_sparse_fwd)
+    """Over bf16 rows, which it has no scales for."""
+    prefill = table.OPERATIONS["sparse_prefill"]
+    of_bf16 = replace(prefill, examples=lambda *a: (c for c in prefill.examples(*a) if "k_scale" not in c.arguments))
+    return replace(first_call(of_bf16, rng), operation=cupy_mla.flash_mla_sparse_fwd)
 
 
 def flash_mla_with_kvcache(rng: np.random.Generator) -> Call:
@@ -70,6 +72,7 @@ def flash_mla_with_kvcache(rng: np.random.Generator) -> Call:
     call = first_call(table.OPERATIONS["sparse_decode"], rng)
     arrays = {n: a for n, a in call.arrays.items() if n not in ("extra_indices", "extra_topk_length")}
     arrays["extra_indices_in_kvcache"] = call.arrays["extra_indices"]
+    arrays["descale_q"], arrays["descale_k"] = arrays.pop("q_scale"), arrays.pop("k_scale")
     schedule, _ = flash_mla.get_mla_metadata()
     settings = {
         "block_table": None, "cache_seqlens": None, "head_dim_v": 512, "tile_scheduler_metadata": schedule,

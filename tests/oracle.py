@@ -60,6 +60,7 @@ class Format:
     tile: int
     token_bytes: int
     scale: float | None = None  # of all rows, where a call brings it
+    dtype: np.dtype = BF16  # of values that are not quantized
 
     @property
     def quantized(self) -> bool:
@@ -76,20 +77,35 @@ V32 = Format("v32_fp8", 576, 512, 128, 656)
 V4 = Format("v4_fp8", 512, 448, 64, 584)
 PLAIN_576 = Format("plain_fp8_576", 576, 576, 576, 576, scale=1.0)
 PLAIN_512 = Format("plain_fp8_512", 512, 512, 512, 512, scale=1.0)
+FP16_576 = Format("fp16_576", 576, 0, 0, 1152, dtype=np.dtype(np.float16))
+FP16_512 = Format("fp16_512", 512, 0, 0, 1024, dtype=np.dtype(np.float16))
+V32_NOPE = Format("v32_nope_fp8", 512, 512, 128, 528)
+V41 = Format("v41_fp8", 512, 512, 32, 528)
+V41_SPLIT = Format("v41_fp8_split", 512, 512, 32, 528)
 FORMATS = (BF16_576, BF16_512, V32, V4, PLAIN_576, PLAIN_512)
+DENSE_FORMATS = (*FORMATS, FP16_576, FP16_512)
 
 
 def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray:
     """Token `t` of a block of `block_size` tokens, whose bytes are `block`, as float64 [d_qk]."""
     if not fmt.quantized:
-        return bf16_values(block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)])
+        row = block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)]
+        return bf16_values(row) if fmt.dtype == BF16 else np.frombuffer(row, fmt.dtype).astype(np.float64)
     if fmt.scale is not None:
         codes, rope = block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)], b""
         scales = np.array([np.float32(fmt.scale)], np.float64)
-    elif fmt is V32:
-        token = block[656 * t : 656 * (t + 1)]
-        codes, rope = token[:512], token[528:656]
+    elif fmt in (V32, V32_NOPE):
+        token = block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)]
+        codes, rope = token[:512], token[528:]
         scales = np.frombuffer(token[512:528], "<f4").astype(np.float64)
+    elif fmt is V41:
+        token = block[528 * t : 528 * (t + 1)]
+        codes, rope = token[:512], b""
+        scales = np.ldexp(1.0, np.frombuffer(token[512:], np.uint8).astype(int) - 127)
+    elif fmt is V41_SPLIT:
+        start = 512 * block_size + 16 * t
+        codes, rope = block[512 * t : 512 * (t + 1)], b""
+        scales = np.ldexp(1.0, np.frombuffer(block[start : start + 16], np.uint8).astype(int) - 127)
     else:
         token = block[576 * t : 576 * (t + 1)]
         codes, rope = token[:448], token[448:576]
@@ -98,6 +114,7 @@ def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray
     row = np.empty(fmt.d_qk)
     with np.errstate(invalid="ignore"):  # 0 * inf
         row[: fmt.nope] = E4M3[np.frombuffer(codes, np.uint8)] * np.repeat(scales, fmt.tile)
+    row[: fmt.nope][np.repeat(scales, fmt.tile) == 0] = 0  # whatever is stored under a scale of 0
     row[fmt.nope :] = bf16_values(rope)
     return row
 
@@ -105,16 +122,20 @@ def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray
 def pack_row(fmt: Format, row: np.ndarray, scale_format: str = "fp32") -> tuple[bytes, bytes]:
     """A bf16 row [d_qk] as (data bytes, scale bytes) of its token; V32's scales lie inside the data."""
     if not fmt.quantized:
-        return row.tobytes(), b""
+        return row.astype(fmt.dtype).tobytes(), b""
     if fmt.scale is not None:
         return e4m3_code(row.astype(np.float32) / np.float32(fmt.scale)).tobytes(), b""
     tiles, rope = row[: fmt.nope].astype(np.float32).reshape(-1, fmt.tile), row[fmt.nope :].tobytes()
     largest = np.where(np.isnan(tiles), 0, np.abs(tiles)).max(1)
     scales = np.array([_scale(fmt, amax, scale_format) for amax in largest], "<f4")
     codes = e4m3_code(tiles / scales[:, None]).tobytes()
-    if fmt is V32:
+    if fmt in (V32, V32_NOPE):
         return codes + scales.tobytes() + rope, b""
     exponents = bytes(min(max(round(math.log2(s)) + 127, 0), 255) for s in scales)
+    if fmt is V41:
+        return codes + exponents, b""
+    if fmt is V41_SPLIT:
+        return codes, exponents
     return codes + rope, exponents + b"\0"
 
 
@@ -123,10 +144,10 @@ def _scale(fmt: Format, amax: np.float32, scale_format: str) -> np.float32:
         exponent = math.ceil(math.log2(x))  # in float64: exact at powers of two, and no float32 is closer to one
         return np.float32(2.0**exponent)
 
-    if fmt is V4:
+    if fmt in (V4, V41, V41_SPLIT) and scale_format != "quotient":
         return power_of_two_from(max(amax, np.float32(1e-4)) / np.float32(448))
     scale = amax / np.float32(448)
-    if scale_format == "ue8m0":
+    if scale_format in ("ue8m0", "quotient"):  # what is floored at 1e-4
         return power_of_two_from(max(scale, np.float32(1e-4)))
     return max(scale, np.finfo(np.float32).tiny)
 
@@ -138,8 +159,8 @@ def write_token(
     data, scales = pack_row(fmt, row, scale_format)
     block[len(data) * t : len(data) * (t + 1)] = np.frombuffer(data, np.uint8)
     if scales:
-        start = 576 * block_size + 8 * t
-        block[start : start + 8] = np.frombuffer(scales, np.uint8)
+        start = len(data) * block_size + len(scales) * t
+        block[start : start + len(scales)] = np.frombuffer(scales, np.uint8)
 
 
 def named_rows(fmt: Format, cache: np.ndarray, entries: np.ndarray) -> np.ndarray:

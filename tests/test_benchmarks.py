@@ -145,7 +145,7 @@ def test_small_cases_are_of_every_operation(module, monkeypatch, rng):
 # 163 KB of shared memory a CTA.
 LEFT_OUT = {
     "attention/backward.cu": 2, "attention/bf16_few_heads_sm90.cu": 2, "attention/few_heads_sm90.cu": 3,
-    "attention/group_lists.cu": 5, "cache/pack.cu": 1, "indexer/logits.cu": 1,
+    "attention/group_lists.cu": 5, "cache/pack.cu": 1, "indexer/logits.cu": 4,
     "indices/convert.cu": 2,
 }  # fmt: skip
 
@@ -169,8 +169,9 @@ def test_small_cases_run_every_kernel(module, monkeypatch, rng, gpu):
     ))  # fmt: skip
     monkeypatch.setattr(small_cases, "compare", lambda *results: None)
     for twins, names in (
-        (attention, ("sparse_prefill", "sparse_decode")), (logits, ("indexer_logits", "paged_indexer_logits")),
-        (topk, ("topk_indices",)), (dense, ("dense_decode",)),
+        (attention, ("sparse_prefill", "sparse_decode")),
+        (logits, ("indexer_logits", "paged_indexer_logits", "candidate_logits")),
+        (topk, ("topk_indices", "select_candidate_rows")), (dense, ("dense_decode",)),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(twins, name, lambda *arguments: None)

@@ -200,7 +200,7 @@ def test_what_is_not_there_is_an_error(rng) -> None:
     rest = (w, starts, ends)
     with pytest.raises(ValueError, match=r"^max_seqlen_k must be >= 0, got -1"):
         deep_gemm.fp8_mqa_logits(q8, (k8, ks), *rest, False, -1)
-    with pytest.raises(ValueError, match=r"^q: scales were given"):
+    with pytest.raises(ValueError, match=r"^q\[0\]: expected shape"):
         deep_gemm.fp8_fp4_mqa_logits((q8, np.zeros((3, 64), np.int32)), (k8, ks), *rest)
     for q, kv, name in ((q8, (k8, ks), "q"), ((q8, None), k8, "kv")):
         with pytest.raises(TypeError, match=f"^{name}: expected a pair of values and scales, got ndarray"):
@@ -226,3 +226,34 @@ def test_examples_in_docstrings(name: str) -> None:
     printed: list[str] = []
     doctest.DocTestRunner().run(example, out=printed.append)
     assert not printed, "".join(printed)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fp4(kind, rng, packed: bool) -> None:
+    """As bytes, and as DeepGEMM packs it: int8 of values, int32 of scales. The same bits as of widened queries."""
+    heads, n = 16, 2
+    codes, scales = rng.integers(0, 256, (3, n, heads, 64), dtype=np.uint8), rng.integers(120, 126, (3, n, heads, 4))
+    keys, key_scales = rng.integers(0, 256, (40, 64), dtype=np.uint8), rng.integers(120, 126, (40, 4))
+    scales, key_scales = scales.astype(np.uint8), key_scales.astype(np.uint8)
+    weights = rng.standard_normal((3 * n, heads)).astype(np.float32)
+    q8, w = cupy_mla.widen_mxfp4(codes.reshape(-1, heads, 64), scales.reshape(-1, heads, 4), weights)
+    k8, ks = cupy_mla.widen_mxfp4(keys, key_scales)
+    starts, ends = np.zeros(3 * n, np.int32), np.full(3 * n, 40, np.int32)
+    cache = np.zeros((3, 16, 68), np.uint8)
+    cupy_mla.indexer_k_quant_and_cache(rng.standard_normal((40, 128)).astype(ml_dtypes.bfloat16), cache, np.arange(40))
+    table, lens = np.arange(3, dtype=np.int32)[[0, 1, 2] * 3].reshape(3, 3), np.array([40, 7, 39], np.int32)
+
+    def put(values: np.ndarray, of: np.ndarray) -> tuple:
+        if packed:
+            values, of = values.view(np.int8), of.view(np.int32)[..., 0]
+        return kind.put(values), kind.put(of)
+
+    rows = [kind.put(a) for a in (weights, starts, ends)]
+    flat = codes.reshape(-1, heads, 64), scales.reshape(-1, heads, 4)
+    got = deep_gemm.fp8_fp4_mqa_logits(put(*flat), put(keys, key_scales), *rows)
+    indexers.assert_close(kind.take(got), cupy_mla.indexer_logits(q8, k8, ks, w, starts, ends))
+    pages = [kind.put(a) for a in (cache[:, :, None], weights, lens, table)]
+    got = deep_gemm.fp8_fp4_paged_mqa_logits(put(codes, scales), *pages, None, 40, True)
+    expected = cupy_mla.paged_indexer_logits(q8.reshape(3, n, heads, 128), cache, w, lens, table, 40)
+    np.testing.assert_array_equal(np.isneginf(kind.take(got)), np.isneginf(expected))
+    indexers.assert_close(kind.take(got), expected)

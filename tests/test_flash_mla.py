@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,32 +16,86 @@ from cupy_mla.calls.prepared import CallPlace
 from . import oracle
 from .cases import Paged, assert_decoded, decode_oracle, entries, flat_rows, off_zero, paged, queries, sinks, some
 from .dense import Requests, Sees, assert_dense, dense_oracle, in_cache
-from .kinds import BF16, NumPy, make, poisoned
+from .kinds import BF16, E4M3, NumPy, make, poisoned
 
-# Names and defaults of FlashMLA's Python interface, as vLLM 0.22.1 ships it; the newest one has enable_batch_invariant.
+# Names and defaults of FlashMLA's Python interface, as vLLM 0.22.1 ships it, and what sgl-flash-mla 1.0 has beside.
 REQUIRED = inspect.Parameter.empty
 SPARSE_FWD = {
     "q": REQUIRED, "kv": REQUIRED, "indices": REQUIRED, "sm_scale": REQUIRED, "d_v": 512, "attn_sink": None,
-    "topk_length": None, "out": None,
+    "topk_length": None, "out": None, "use_legacy": False, "return_log2_lse": False,
 }  # fmt: skip
 WITH_KVCACHE = {
     "q": REQUIRED, "k_cache": REQUIRED, "block_table": REQUIRED, "cache_seqlens": REQUIRED, "head_dim_v": REQUIRED,
     "tile_scheduler_metadata": REQUIRED, "num_splits": None, "softmax_scale": None, "causal": False,
-    "is_fp8_kvcache": False, "indices": None, "attn_sink": None, "extra_k_cache": None,
+    "is_fp8_kvcache": None, "indices": None, "attn_sink": None, "extra_k_cache": None,
     "extra_indices_in_kvcache": None, "topk_length": None, "extra_topk_length": None, "out": None,
-    "enable_batch_invariant": False,
+    "enable_batch_invariant": False, "use_legacy": False, "kv_format": None, "descale_q": None, "descale_k": None,
+}  # fmt: skip
+WITH_KVCACHE_FP8 = {  # of vLLM
+    "q": REQUIRED, "k_cache": REQUIRED, "block_table": REQUIRED, "cache_seqlens": REQUIRED, "head_dim_v": REQUIRED,
+    "tile_scheduler_metadata": REQUIRED, "num_splits": REQUIRED, "softmax_scale": None, "causal": False,
+    "descale_q": None, "descale_k": None,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("function", "expected"),
-    [(flash_mla.flash_mla_sparse_fwd, SPARSE_FWD), (flash_mla.flash_mla_with_kvcache, WITH_KVCACHE)],
+    [
+        (flash_mla.flash_mla_sparse_fwd, SPARSE_FWD),
+        (flash_mla.flash_mla_with_kvcache, WITH_KVCACHE),
+        (flash_mla.flash_mla_with_kvcache_fp8, WITH_KVCACHE_FP8),
+    ],
 )
 def test_signature(function, expected):
     parameters = inspect.signature(function).parameters
     assert {name: p.default for name, p in parameters.items()} == expected
     assert list(parameters) == list(expected)
     assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
+
+
+def test_lse_in_base_2(kind, rng):
+    """Without a valid row it is +inf in every base; out and max_logits stay."""
+    kv, indices = flat_rows(rng, 50, 576, np.arange(50)), rng.integers(0, 50, (3, 1, 20), dtype=np.int32)
+    indices[1] = -1
+    arrays = [kind.put(a) for a in (queries(rng, 3, 8, 576), kv, indices)]
+    natural = [kind.take(a) for a in flash_mla.flash_mla_sparse_fwd(*arrays, 0.1, use_legacy=True)]
+    base_2 = [kind.take(a) for a in flash_mla.flash_mla_sparse_fwd(*arrays, 0.1, return_log2_lse=True)]
+    for a, b in zip(natural[:2], base_2[:2], strict=True):
+        assert a.tobytes() == b.tobytes()
+    np.testing.assert_allclose(base_2[2], natural[2] / np.log(2), rtol=1e-6)
+    assert np.isposinf(base_2[2][1]).all()
+
+
+@pytest.mark.parametrize("name", ["use_legacy", "return_log2_lse"])
+def test_settings_of_sparse_fwd_are_bools(rng, name):
+    q, kv, indices = np.zeros((1, 8, 576), BF16), np.zeros((5, 1, 576), BF16), np.zeros((1, 1, 3), np.int32)
+    with pytest.raises(TypeError, match=rf"^{name}: expected True or False, got 1"):
+        flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.1, **{name: 1})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d_qk", [576, 512])
+def test_dense_decode_over_rows_of_one_scale(kind, rng, causal, d_qk):
+    """FlashMLA's and vLLM's functions; scales are tensors of one."""
+    fmt = replace(oracle.PLAIN_576 if d_qk == 576 else oracle.PLAIN_512, scale=0.001)
+    of = in_cache(rng, fmt, [130, 3, 64], 64, 2, Sees(causal))
+    q = (queries(rng, 3, 2, 16, d_qk).astype(np.float32) / 0.25).astype(E4M3)
+    scales = {"descale_q": kind.put(np.full(1, 0.25, np.float32)), "descale_k": kind.put(np.full(1, 0.001, np.float32))}
+    arrays = [kind.put(a) for a in (q, of.cache.view(E4M3)[:, :, None], of.table, of.lens)]
+    want = dense_oracle(fmt, q.astype(np.float64) * 0.25, of, sm_scale=0.02)
+    got = flash_mla.flash_mla_with_kvcache_fp8(*arrays, 512, None, None, 0.02, causal, **scales)
+    assert_dense(tuple(map(kind.take, got)), want)
+    schedule, _ = flash_mla.get_mla_metadata_dense_fp8(arrays[3], 32, 1)
+    again = flash_mla.flash_mla_with_kvcache(*arrays, 512, schedule, None, 0.02, causal, **scales)
+    for a, b in zip(got, again, strict=True):
+        assert kind.take(a).tobytes() == kind.take(b).tobytes()
+
+
+def test_rows_of_other_layouts_are_not_of_one_scale():
+    q, cache = np.zeros((1, 1, 4, 576), BF16), np.zeros((2, 64, 656), np.uint8)
+    table, lens = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    with pytest.raises(ValueError, match=r"^kv_format: 'plain_fp8' was asked for, k_cache is v32_fp8 of 576"):
+        flash_mla.flash_mla_with_kvcache_fp8(q, cache, table, lens, 512, None, None)
 
 
 def test_get_mla_metadata_takes_anything():

@@ -55,7 +55,7 @@ def misaddressed_copies(cubin: bytes) -> int:
 
 
 # Kernels whose wgmma find their operands in uniform registers, and the R2UR that may be in between nevertheless.
-UNIFORM = {"fp8_sm90", "bf16_sm90", "bf16_cluster_sm90", "bf16_shares_sm90", "bf16_grouped_sm90"}
+UNIFORM = {"fp8_sm90", "dense_fp8_sm90", "bf16_sm90", "bf16_cluster_sm90", "bf16_shares_sm90", "bf16_grouped_sm90"}
 FEW_R2UR = 20
 
 

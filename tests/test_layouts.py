@@ -11,10 +11,22 @@ import pytest
 from cupy_mla import layouts
 from cupy_mla.cuda.kernel import kernels_root
 from cupy_mla.dtypes import BFLOAT16
-from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, INDEXER_FP8, V4_FP8, V32_FP8
+from cupy_mla.layouts import (
+    ATTENTION_LAYOUTS,
+    BF16_512,
+    BF16_576,
+    INDEXER_FP8,
+    PLAIN_FP8_512,
+    PLAIN_FP8_576,
+    V4_FP8,
+    V32_FP8,
+    V32_NOPE_FP8,
+    V41_FP8,
+    V41_FP8_SPLIT,
+)
 from cupy_mla.ops import cache as ops_cache
 
-ALL = (BF16_576, BF16_512, V32_FP8, V4_FP8, INDEXER_FP8)
+ALL = (*ATTENTION_LAYOUTS, INDEXER_FP8)
 every_layout = pytest.mark.parametrize("layout", ALL, ids=lambda layout: f"{layout.name}-{layout.d_qk}")
 
 
@@ -25,6 +37,11 @@ every_layout = pytest.mark.parametrize("layout", ALL, ids=lambda layout: f"{layo
         (BF16_512, 512, 448, 1024, 1024, 896, 0, 0),
         (V32_FP8, 576, 512, 656, 656, 528, 4, 512),
         (V4_FP8, 512, 448, 584, 576, 448, 7, -1),
+        (PLAIN_FP8_576, 576, 576, 576, 576, 576, 0, 0),
+        (PLAIN_FP8_512, 512, 512, 512, 512, 512, 0, 0),
+        (V32_NOPE_FP8, 512, 512, 528, 528, 528, 4, 512),
+        (V41_FP8, 512, 512, 528, 528, 528, 16, 512),
+        (V41_FP8_SPLIT, 512, 512, 528, 512, 512, 16, -1),
         (INDEXER_FP8, 128, 128, 132, 128, 128, 1, -1),
     ],
 )
@@ -36,7 +53,9 @@ def test_offsets(layout, d_qk, d_nope, token_bytes, row_stride, rope_offset, num
 
 @every_layout
 def test_parts_fill_a_token(layout):
-    scale_bytes = {"none": 0, "fp32": 4 * layout.num_scales, "ue8m0": layout.num_scales + 1}[layout.scale_kind]
+    scale_bytes = {"none": 0, "call": 0, "fp32": 4 * layout.num_scales, "ue8m0": -(-layout.num_scales // 8) * 8}[
+        layout.scale_kind
+    ]
     nope_bytes = layout.d_nope if layout.quantized else 2 * layout.d_nope
     assert nope_bytes + 2 * layout.d_rope + scale_bytes == layout.token_bytes
     assert layout.d_nope + layout.d_rope == layout.d_qk
@@ -55,7 +74,8 @@ def test_array_of_a_layout(layout):
 
 @pytest.mark.parametrize(
     ("layout", "block_size", "expected"),
-    [(V4_FP8, 1, 1152), (V4_FP8, 2, 1728), (V4_FP8, 64, 37440), (V4_FP8, 61, 35712), (V4_FP8, 256, 149760),
+    [(V41_FP8_SPLIT, 1, 1024), (V41_FP8_SPLIT, 64, 33792), (V41_FP8, 3, 1584),
+     (V4_FP8, 1, 1152), (V4_FP8, 2, 1728), (V4_FP8, 64, 37440), (V4_FP8, 61, 35712), (V4_FP8, 256, 149760),
      (V32_FP8, 64, 41984), (V32_FP8, 1, 656), (BF16_576, 3, 3456), (INDEXER_FP8, 64, 8448)],
 )  # fmt: skip
 def test_block_stride(layout, block_size, expected):
@@ -74,7 +94,9 @@ def test_defines(layout):
 
 
 def test_layouts_are_told_by_dtype_and_last_axis():
-    assert len({(layout.dtype, layout.last_axis) for layout in ATTENTION_LAYOUTS}) == len(ATTENTION_LAYOUTS)
+    """But for those that must be named."""
+    told = [layout for layout in layouts.DENSE_LAYOUTS if layout.told]
+    assert len({(layout.dtype, layout.last_axis) for layout in told}) == len(told)
 
 
 def test_names_for_type_checkers():
@@ -83,10 +105,14 @@ def test_names_for_type_checkers():
     assert get_args(layouts.WritableLayout) == layouts.names(ops_cache.LAYOUTS)
 
 
-@pytest.mark.parametrize("name", ["bf16", "bfloat16", "auto"])
-def test_bf16_by_name(name):
-    assert layouts.by_name(name) is BF16_576
-    assert layouts.by_name(name, 512) is BF16_512
+@pytest.mark.parametrize(
+    ("name", "wide", "narrow"),
+    [(name, BF16_576, BF16_512) for name in ("bf16", "bfloat16", "auto")]
+    + [(name, PLAIN_FP8_576, PLAIN_FP8_512) for name in ("plain_fp8", "fp8", "fp8_e4m3")],
+)
+def test_of_two_widths_by_name(name, wide, narrow):
+    assert layouts.by_name(name) is wide
+    assert layouts.by_name(name, 512) is narrow
     with pytest.raises(ValueError, match=r"d_qk.*576 or 512.*got 128"):
         layouts.by_name(name, 128)
 
@@ -96,8 +122,8 @@ def test_others_by_name():
         assert layouts.by_name(layout.name) is layout
         assert layouts.by_name(layout) is layout
     assert layouts.by_name("fp8_ds_mla") is V32_FP8
-    with pytest.raises(ValueError, match=r"layout must be one of.*'fp16'"):
-        layouts.by_name("fp16")
+    with pytest.raises(ValueError, match=r"layout must be one of.*'fp32'"):
+        layouts.by_name("fp32")
 
 
 def test_layouts_are_frozen():

@@ -37,7 +37,7 @@ cupy_mla.sparse_decode([[1]], q, i32, 0.1)
 cupy_mla.sparse_decode(q, q, i32, 0.1, num_splits="4")
 cupy_mla.concat_and_cache_mla(q, q, q, i32, scale_format="fp8")
 cupy_mla.concat_and_cache_mla(q, q, q, i32, layout="v4_fp8")
-cupy_mla.SparseMLAConfig(16, cache_layout="fp8")
+cupy_mla.SparseMLAConfig(16, cache_layout="fp16")
 cupy_mla.SparseMLAConfig(16, model="v3")
 cupy_mla.SparseMLAConfig("16")
 """

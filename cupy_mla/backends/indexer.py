@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..arrays import Array
 from ..bridges import Place, bind, describe, require_array
-from ..checks.options import require_choice, require_instance
+from ..checks.options import require_bool, require_choice, require_instance
 from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
 from ..dtypes import FLOAT32, INT32, UINT8
@@ -19,6 +20,7 @@ from ..metadata.indexer import (
     require_indexed,
 )
 from ..ops.cache import SCALE_FORMATS
+from ..ops.candidates import BLOCK, select_candidate_rows
 from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache, indexer_layout
 from ..ops.logits import HEADS, D
 from ..ops.pools import expand_pools_and_append_tail
@@ -64,10 +66,10 @@ class IndexerImpl:
         self.workspace = workspace
         self._checked: IndexerMetadata | None = None  # all layers of a step are handed the same
         self.scale_format: ScaleFormat = scale_format
-        counted = workspace.place.empty((config.index_topk,), INT32)
+        counted = workspace.place.empty((MAX_K,), INT32)
         counted[...] = 1
         counted[...] = counted.cumsum(0)
-        self._counted: Any = counted  # [index_topk] from 1 on
+        self._counted: Any = counted  # from 1 on
 
     def forward(
         self,
@@ -79,6 +81,8 @@ class IndexerImpl:
         topk_indices_buffer: A,
         *,
         valid_counts: AnyArray | None = None,
+        candidate_block_buffer: AnyArray | None = None,
+        among_candidates: bool = False,
     ) -> A:
         """Pack a step's keys into the cache, and choose rows for each of its query tokens.
 
@@ -93,8 +97,8 @@ class IndexerImpl:
                 the step's keys already.
             q8: [T, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64, from `quantize_indexer_q`.
             w: [T, H] float32 weights of the heads, from `quantize_indexer_q`.
-            kv_cache: [num_blocks, rows, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, as many rows a block as
-                the config's block size has keys; written in place.
+            kv_cache: [num_blocks, rows, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, or [..., 68] in layout
+                INDEXER_MXFP4, as many rows a block as the config's block size has keys; written in place.
             metadata: of this step, from `IndexerMetadataBuilder` with these layers' config; T is its number of tokens.
                 None for a warm-up, which reserves the workspace of the largest batch with as many heads as q8 has, and
                 chooses nothing.
@@ -103,6 +107,11 @@ class IndexerImpl:
                 as they are. With the config's kpool [at least T, topk + kpool - 1]: the tokens of chosen pools, and
                 behind them those that make no whole pool.
             valid_counts: [T] int32, how many positions each row is given; written in place, with kpool alone.
+            candidate_block_buffer: [at least T, C] int32, C up to 4096 and 8 * C at least topk. Row t is given the
+                candidate blocks of token t (`candidate_blocks`). Layers of one step pass the same, those with
+                `among_candidates` after the one that chooses. Keys of pools have none.
+            among_candidates: choose among the keys of the blocks that an earlier layer of the step left in
+                `candidate_block_buffer`. No other keys are read, and none are gathered.
 
         Returns:
             topk_indices_buffer[:T], which `SparseMLAImpl.forward_mqa` and `DeepseekV4Layer` take; of a warm-up T is the
@@ -116,8 +125,9 @@ class IndexerImpl:
             raise ValueError(f"q8: expected it where the workspace is, {self.workspace.place}, got {place}")
         tokens, heads, _ = q.require(QUANTIZED, "T", HEADS, D).shape
         chosen.require(INT32, "tokens", self.config.topk_width).require_writable()
+        candidates = self._candidates(place, candidate_block_buffer, among_candidates)
         if metadata is None:
-            self._reserve(place, heads)
+            self._reserve(place, heads, 0 if candidates is None else candidates.shape[1])
             chosen.obj[...] = -1
             return chosen.obj[:tokens]
         indexer_layout(cache)
@@ -134,19 +144,33 @@ class IndexerImpl:
             if k.shape[:1] != (tokens,):
                 raise ValueError(f"k: expected the {tokens} tokens of metadata, got shape {list(k.shape)}")
             indexer_k_quant_and_cache(k, kv_cache, metadata.slot_mapping, self.scale_format)
+        if candidates is not None and candidates.shape[0] < tokens:
+            raise ValueError(
+                f"candidate_block_buffer: expected room for {tokens} tokens, got {candidates.shape[0]} rows"
+            )
+        blocks = None if candidates is None else candidates.obj
+        queries = _Queries(q.obj, w, kv_cache)
+        if among_candidates:
+            self._select_among(metadata, queries, blocks, chosen.obj[:tokens])
+            return chosen.obj[:tokens]
         places = 0 if metadata.decode is None else _places(metadata.decode)
         rows = max((chunk.num_keys for chunk in metadata.prefill_chunks if not chunk.choose_all), default=0)
-        keys, scales, padded, pools, counts = self._scratch(rows, places, tokens)
-        into = chosen.obj if metadata.token_context_lens is None else pools
+        num_blocks = 0 if candidates is None else candidates.shape[1]
+        keys, scales, pools, counts, *padded = self._scratch(rows, places, tokens, num_blocks)
+        into = _Chosen(chosen.obj if metadata.token_context_lens is None else pools, blocks)
         if metadata.decode is not None:
             end = metadata.num_decode_tokens
-            short = metadata.decode.short and not (place.on_gpu and place.is_capturing())
-            self._decode(metadata.decode, q.obj[:end], w, kv_cache, padded, into[:end], short)
+            short = metadata.decode.short and not self._is_capturing
+            self._decode(metadata.decode, queries.part(slice(end)), into.part(slice(end)), padded, short)
         for chunk in metadata.prefill_chunks:
-            self._prefill(chunk, q.obj, w, kv_cache, keys, scales, into)
+            part = chunk.tokens_slice
+            self._prefill(chunk, queries.part(part), into.part(part), keys, scales)
         if metadata.num_prefills:  # tokens that pad the batch
             last = metadata.prefill_chunks[-1].tokens_slice.stop if metadata.prefill_chunks else 0
-            into[max(last, metadata.num_decode_tokens) : tokens] = -1
+            padding = into.part(slice(max(last, metadata.num_decode_tokens), tokens))
+            padding.rows[...] = -1
+            if padding.blocks is not None:
+                padding.blocks[...] = -1
         if metadata.token_context_lens is not None:
             expand_pools_and_append_tail(
                 pools, metadata.token_context_lens, self.config.kpool, out=chosen.obj[:tokens],
@@ -154,68 +178,108 @@ class IndexerImpl:
             )  # fmt: skip
         return chosen.obj[:tokens]
 
+    @property
+    def _is_capturing(self) -> bool:
+        place = self.workspace.place
+        return place.on_gpu and place.is_capturing()
+
+    def _candidates(self, place: Place, buffer: AnyArray | None, among_candidates: bool) -> Array | None:
+        """The buffer of candidate blocks, checked."""
+        require_bool("among_candidates", among_candidates)
+        if buffer is None:
+            if among_candidates:
+                raise ValueError("candidate_block_buffer: expected the one of the layer that chooses blocks, got None")
+            return None
+        if self.config.kpool > 1:
+            raise ValueError("candidate_block_buffer: keys of pools (config's kpool) have no candidate blocks")
+        candidates = place.admit(describe("candidate_block_buffer", buffer)).require(INT32, "tokens", "C")
+        count = candidates.require_writable().shape[1]
+        if not self.config.topk <= BLOCK * count <= BLOCK * MAX_K:
+            raise ValueError(
+                f"candidate_block_buffer: expected at most {MAX_K} blocks of {BLOCK} keys a token, and topk "
+                f"{self.config.topk} keys at least, got {count} blocks"
+            )
+        return candidates
+
+    def _select_among(self, metadata: IndexerMetadata, queries: _Queries, blocks: Any, chosen: Any) -> None:
+        """Choose among the keys of candidate blocks; chosen [T, topk]."""
+        choose_all = self.config.max_index_keys <= self.config.topk or (metadata.short and not self._is_capturing)
+        if choose_all:
+            self._choose_all(metadata.seen, _Chosen(chosen))
+            return
+        select_candidate_rows(
+            queries.q8, queries.kv_cache, queries.w, blocks[: len(chosen)], metadata.seen, metadata.req_id,
+            metadata.block_table, self.config.topk, max_workspace_bytes=self.config.max_workspace_bytes, out=chosen,
+        )  # fmt: skip
+
     def _decode(
-        self, decode: IndexerDecodeMetadata, q8: Any, w: Any, kv_cache: Any, padded: Any, chosen: Any, short: bool
+        self, decode: IndexerDecodeMetadata, queries: _Queries, chosen: _Chosen, padded: list[Any], short: bool
     ) -> None:
-        """q8 [Td, H, 128], chosen [Td, index_topk]."""
+        """Of the decode tokens alone."""
         if decode.choose_all or (short and decode.requires_padding):
             lens: Any = decode.context_lens
             lens = lens.reshape(-1)
             self._choose_all(lens[decode.token_rows] if decode.requires_padding else lens, chosen)
             return
         requests, topk = decode.block_table.shape[0], self.config.index_topk
-        w, to = w[: len(q8)], chosen
+        q8, w, to = queries.q8, queries.w, chosen
         if decode.requires_padding:
-            q8, w, to = q8[decode.padded_rows], w[decode.padded_rows], padded
+            rows, blocks = padded
+            q8, w = q8[decode.padded_rows], w[decode.padded_rows]
+            to = _Chosen(rows, None if chosen.blocks is None else blocks)
         select_rows_paged(
-            reshape_query_for_spec_decode(q8, requests), kv_cache, w, decode.context_lens, decode.block_table,
+            reshape_query_for_spec_decode(q8, requests), queries.kv_cache, w, decode.context_lens, decode.block_table,
             topk if short else decode.max_context_len, topk, max_workspace_bytes=self.config.max_workspace_bytes,
-            schedule=decode.schedule, out=to,
+            schedule=decode.schedule, out=to.rows, blocks=to.blocks,
         )  # fmt: skip
         if decode.requires_padding:
-            chosen[...] = padded[decode.token_rows]
+            chosen.rows[...] = to.rows[decode.token_rows]
+            if chosen.blocks is not None:
+                chosen.blocks[...] = to.blocks[decode.token_rows]
 
-    def _prefill(
-        self, chunk: IndexerPrefillChunk, q8: Any, w: Any, kv_cache: Any, keys: Any, scales: Any, chosen: Any
-    ) -> None:
-        """Of the whole batch: q8 [T, H, 128], chosen [T, index_topk]."""
-        tokens = chunk.tokens_slice
+    def _prefill(self, chunk: IndexerPrefillChunk, queries: _Queries, chosen: _Chosen, keys: Any, scales: Any) -> None:
+        """Of the chunk's tokens alone."""
         if chunk.choose_all:
             ends: Any = chunk.ends
-            self._choose_all(ends - chunk.starts, chosen[tokens])
+            self._choose_all(ends - chunk.starts, chosen)
             return
         keys, scales = keys[: chunk.num_keys], scales[: chunk.num_keys]
         if chunk.gathers:
-            cp_gather_indexer_k_quant_cache(kv_cache, keys, scales, chunk.block_table, chunk.cu_seq_lens)
+            cp_gather_indexer_k_quant_cache(queries.kv_cache, keys, scales, chunk.block_table, chunk.cu_seq_lens)
         select_rows(
-            q8[tokens], keys, scales, w[tokens], chunk.starts, chunk.ends, self.config.index_topk,
-            max_workspace_bytes=self.config.max_workspace_bytes, out=chosen[tokens],
+            queries.q8, keys, scales, queries.w, chunk.starts, chunk.ends, self.config.index_topk,
+            max_workspace_bytes=self.config.max_workspace_bytes, out=chosen.rows, blocks=chosen.blocks,
         )  # fmt: skip
 
-    def _choose_all(self, seen: Any, chosen: Any) -> None:
-        """Choose all keys, for tokens that see `seen` [n] keys each, at most topk."""
-        chosen[...] = self._counted * (self._counted <= seen[:, None]) - 1
+    def _choose_all(self, seen: Any, chosen: _Chosen) -> None:
+        """Choose all keys, and all blocks of them, for tokens that see `seen` [n] keys each, at most topk."""
+        for to, count in ((chosen.rows, seen), (chosen.blocks, (seen + (BLOCK - 1)) // BLOCK)):
+            if to is not None:
+                counted = self._counted[: to.shape[1]]
+                to[...] = counted * (counted <= count[:, None]) - 1
 
-    def _scratch(self, rows: int, places: int, tokens: int) -> list[Any]:
-        """Room for gathered keys and their scales, for what padded decodes choose, and for chosen pools and counts."""
+    def _scratch(self, rows: int, places: int, tokens: int, blocks: int = 0) -> list[Any]:
+        """Room for gathered keys and their scales, for chosen pools and counts, and for rows and blocks that padded
+        decodes choose."""
         topk, pooled = self.config.index_topk, tokens if self.config.kpool > 1 else 0
         return self.workspace.get_simultaneous(
-            ((rows, D), UINT8), ((rows,), FLOAT32), ((places, topk), INT32), ((pooled, topk), INT32),
-            ((pooled,), INT32),
+            ((rows, D), UINT8), ((rows,), FLOAT32), ((pooled, topk), INT32), ((pooled,), INT32),
+            ((places, topk), INT32), ((places, blocks), INT32),
         )  # fmt: skip
 
-    def _reserve(self, place: Place, heads: int) -> None:
+    def _reserve(self, place: Place, heads: int, blocks: int) -> None:
         """Have the memory of the largest batch: the workspace, and what operations allocate, which the library keeps
         for them."""
         config = self.config
         threshold = 1 + config.num_speculative_tokens
         places = config.max_num_seqs * threshold if threshold > 1 else 0
         rows = key_workspace_rows(config)
-        self._scratch(rows, places, config.max_num_batched_tokens)
+        self._scratch(rows, places, config.max_num_batched_tokens, blocks)
         queries = min(config.max_num_batched_tokens, queries_at_once(rows, config.max_workspace_bytes))
         logits = place.empty((queries, max(rows, 1)), FLOAT32)
         padded = place.empty((places, heads, D + 4), UINT8)
-        del logits, padded
+        scores = place.empty((queries, rows // BLOCK + 1), FLOAT32) if blocks else None
+        del logits, padded, scores
 
     def _check(self, metadata: IndexerMetadata, tokens: int, rows: int) -> None:
         """That arguments fit the config and the batch."""
@@ -232,6 +296,27 @@ class IndexerImpl:
             raise ValueError(f"q8: expected the {metadata.num_actual_tokens} tokens of metadata, got {tokens}")
         if rows < tokens:
             raise ValueError(f"topk_indices_buffer: expected room for {tokens} tokens, got {rows} rows")
+
+
+class _Queries(NamedTuple):
+    """Some query tokens of a step: q8 [n, H, 128] and w [n, H], and the cache of their keys."""
+
+    q8: Any
+    w: Any
+    kv_cache: Any
+
+    def part(self, tokens: slice) -> _Queries:
+        return _Queries(self.q8[tokens], self.w[tokens], self.kv_cache)
+
+
+class _Chosen(NamedTuple):
+    """Where what they choose is written: rows [n, topk], and candidate blocks [n, C] if these are asked for."""
+
+    rows: Any
+    blocks: Any = None
+
+    def part(self, tokens: slice) -> _Chosen:
+        return _Chosen(self.rows[tokens], None if self.blocks is None else self.blocks[tokens])
 
 
 def _places(decode: IndexerDecodeMetadata) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..arrays import Array
-from ..dtypes import BFLOAT16, E4M3, INT64, UINT8
-from ..layouts import D_V, Layout
-from .options import require_integer
+from ..dtypes import E4M3, INT64, UINT8
+from ..layouts import D_V, Layout, names
+from .options import require_choice, require_integer
 
 QUANTIZED = (UINT8, E4M3)
 
@@ -39,23 +40,41 @@ def require_slots(slots: Array, tokens: int) -> None:
         raise ValueError(f"{slots.name}: expected at most {tokens} slots, one a token, got {count}")
 
 
-def cache_layout(cache: Array, allowed: Sequence[Layout], others: Mapping[Layout, str] | None = None) -> Layout:
+def cache_layout(
+    cache: Array,
+    allowed: Sequence[Layout],
+    others: Mapping[Layout, str] | None = None,
+    *,
+    asked: Any = None,
+    asked_by: str = "layout",
+) -> Layout:
     """The layout of a cache array, told by its dtype and last axis.
 
     Args:
         others: the functions that do the same for other layouts, for the message.
+        asked: the layout's name, if the caller gives one, and by which argument.
     """
+    if asked is not None:
+        require_choice(asked_by, asked, names(allowed))
     last = cache.shape[-1] if cache.shape else 0
     found = [
         layout
         for layout in (*allowed, *(others or ()))
         if layout.last_axis == last and layout.quantized == (cache.dtype in QUANTIZED)
     ]
+    if asked is None and found and not any(layout.told for layout in found):
+        may_be = " or ".join(repr(layout.name) for layout in found)
+        raise ValueError(f"{cache.name}: rows of {last} bytes may be anything: say {asked_by}={may_be}")
+    found = [layout for layout in found if (asked in layout.names if asked is not None else layout.told)] or found
+    found = [layout for layout in found if layout.quantized or layout.dtype == cache.dtype] or found
     if found and found[0] in allowed:
+        if asked is not None and asked not in found[0].names:
+            is_of = f"{found[0].name} of {found[0].d_qk}"
+            raise ValueError(f"{asked_by}: {asked!r} was asked for, {cache.name} is {is_of}")
         return found[0]
     hint = f"; {others[found[0]]} is for layout {found[0].name}" if others and found else ""
     wanted = ", ".join(
-        f"{'uint8 or float8_e4m3fn' if a.quantized else 'bfloat16'} [..., {a.last_axis}]" for a in allowed
+        f"{'uint8 or float8_e4m3fn' if a.quantized else a.dtype.name} [..., {a.last_axis}]" for a in allowed
     )
     raise ValueError(
         f"{cache.name}: expected a paged cache ({wanted}), got {cache.dtype.name} {list(cache.shape)}{hint}"
@@ -76,7 +95,7 @@ def require_cache(cache: Array, layout: Layout, alignment: int = ALIGNMENT) -> A
     """
     if len(cache.shape) == 4:
         cache.without_axis(2)
-    cache.require(QUANTIZED if layout.quantized else BFLOAT16, "num_blocks", "block_size", layout.last_axis)
+    cache.require(QUANTIZED if layout.quantized else layout.dtype, "num_blocks", "block_size", layout.last_axis)
     num_blocks, block_size, _ = cache.shape
     if block_size < 1:
         raise ValueError(f"{cache.name}: expected block_size >= 1, got shape {list(cache.shape)}")

@@ -8,18 +8,19 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import ATTENTION_LAYOUTS, D_V, INDEXER_FP8, Layout
+from ..layouts import ATTENTION_LAYOUTS, D_V, INDEXER_LAYOUTS, LEAST_SCALE, Layout
 from . import structs
 from .driver import Gpu
+from .indexer import defines_of
 from .kernel import Kernel
 from .paging import call_scale, ceil_div, integers, pointer
 from .program import Clear, Launch, Program, Slot
-from .structs import INT32, INT64, POINTER, Struct
+from .structs import FLOAT, INT32, INT64, POINTER, Struct
 
 PACK = Struct(
     "PackParams", latent=POINTER, rope=POINTER, cache=POINTER, slots=POINTER, latent_stride=INT64, rope_stride=INT64,
     block_stride=INT64, row_stride=INT64, num_slots=INT64, block_size=INT32, num_tokens=INT32, power_of_two=INT32,
-    k_scale=structs.CALL_SCALE,
+    least_scale=FLOAT,     k_scale=structs.CALL_SCALE,
 )  # fmt: skip
 UNPACK = Struct(
     "UnpackParams", slots=structs.INTEGERS, cache=POINTER, out=POINTER, block_stride=INT64, row_stride=INT64,
@@ -40,7 +41,7 @@ def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
 @cache
 def unpack_kernel(layout: Layout) -> Kernel:
     """The unpacking kernel for one cache layout."""
-    return Kernel("cache/unpack.cu", UNPACK, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
+    return Kernel("cache/unpack.cu", UNPACK, {**defines_of(layout), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -48,7 +49,7 @@ def kernels() -> Iterator[Kernel]:
     for layout in ATTENTION_LAYOUTS:
         for aligned in (True, False):
             yield pack_kernel(layout, aligned)
-    yield from map(unpack_kernel, (*ATTENTION_LAYOUTS, INDEXER_FP8))
+    yield from map(unpack_kernel, (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS))
 
 
 def concat_and_cache_mla(
@@ -66,9 +67,11 @@ def concat_and_cache_mla(
     return _pack(layout, kv_c, rope, cache, slots, scale_format == "ue8m0", k_scale)
 
 
-def quantize_and_insert_k_cache(gpu: Gpu, layout: Layout, k: Array, cache: Array, slots: Array) -> Program:
+def quantize_and_insert_k_cache(
+    gpu: Gpu, layout: Layout, k: Array, cache: Array, slots: Array, least_scale: float
+) -> Program:
     """Twin of `reference.cache.quantize_and_insert_k_cache`."""
-    return _pack(layout, k, None, cache, slots, True)
+    return _pack(layout, k, None, cache, slots, True, least_scale=least_scale)
 
 
 def unpack_rows(gpu: Gpu, layout: Layout, cache: Array, slots: Array, k_scale: Array | float, out: Array) -> Program:
@@ -98,6 +101,7 @@ def _pack(
     slots: Array,
     power_of_two: bool,
     k_scale: Array | float = 1.0,
+    least_scale: float = LEAST_SCALE,
 ) -> Program:
     (tokens,) = slots.shape
     num_blocks, block_size, _ = cache.shape
@@ -111,7 +115,7 @@ def _pack(
         latent_stride=latent.strides[0], rope_stride=rope.strides[0] if rope else 0,
         block_stride=cache.strides[0] * size, row_stride=_row_stride(layout, cache),
         num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens, power_of_two=int(power_of_two),
-        k_scale=call_scale(k_scale),
+        least_scale=least_scale, k_scale=call_scale(k_scale),
     )  # fmt: skip
     launch = Launch(pack_kernel(layout, aligned), (ceil_div(tokens, TOKENS_PER_BLOCK), 1, 1), params)
     return [Clear(zeros.ptr, zeros.nbytes), launch] if zeros else [launch]  # the same zeros for every token

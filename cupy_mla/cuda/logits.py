@@ -63,8 +63,8 @@ def logits_kernel(
     paged: bool,
     aligned: bool,
     compact: bool,
-    layout: Layout = INDEXER_FP8,
-    candidates: bool = False,
+    layout: Layout,
+    candidates: bool,
 ) -> Kernel:
     """The kernel for so many heads and query rows of a tile, keys in rows or paged that allow wide loads or do not.
 
@@ -94,11 +94,11 @@ def kernels() -> Iterator[Kernel]:
             yield quantize_kernel(aligned, mxfp4, widen)
     for heads in HEADS:
         for compact in (False, True):
-            yield logits_kernel(heads, TILE_ROWS, False, True, compact)
+            yield logits_kernel(heads, TILE_ROWS, False, True, compact, INDEXER_FP8, False)
         for layout in INDEXER_LAYOUTS:
-            yield logits_kernel(heads, TILE_ROWS, True, False, False, layout)
+            yield logits_kernel(heads, TILE_ROWS, True, False, False, layout, False)
             for rows in (FEW_ROWS, TILE_ROWS):
-                yield logits_kernel(heads, rows, True, True, False, layout)
+                yield logits_kernel(heads, rows, True, True, False, layout, False)
             for aligned in (False, True):
                 yield logits_kernel(heads, FEW_ROWS, True, aligned, False, layout, True)
 

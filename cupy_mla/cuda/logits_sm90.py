@@ -90,8 +90,8 @@ def kernel(
     compact: bool,
     alone: bool,
     scheduled: bool,
-    layout: Layout = INDEXER_FP8,
-    candidates: bool = False,
+    layout: Layout,
+    candidates: bool,
 ) -> Kernel:
     """The kernel for so many heads, of a call as `Work` describes it.
 
@@ -113,21 +113,23 @@ def kernel(
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
+    fp8, mxfp4 = (INDEXER_FP8, False), (INDEXER_MXFP4, False)
     for heads in HEADS:
         for tile in FEW:
             for alone in (False, True)[: tile.ctas]:
-                yield kernel(heads, tile, True, False, alone, False)
-                yield kernel(heads, BESIDE if tile == FEW[0] and not alone else tile, True, False, alone, True)
-        yield kernel(heads, LONG, True, False, False, True)
-        yield kernel(heads, MANY, True, False, False, False)
+                yield kernel(heads, tile, True, False, alone, False, *fp8)
+                yield kernel(heads, BESIDE if tile == FEW[0] and not alone else tile, True, False, alone, True, *fp8)
+        yield kernel(heads, LONG, True, False, False, True, *fp8)
+        yield kernel(heads, MANY, True, False, False, False, *fp8)
         for tile in (FEW[-1], MANY):
             for compact in (False, True):
-                yield kernel(heads, tile, False, compact, False, False)
-        for tile in FEW_MXFP4[heads == 64 :]:
-            yield kernel(heads, tile, True, False, False, False, INDEXER_MXFP4)
-        yield kernel(heads, FEW_MXFP4[heads == 64], True, False, False, False, INDEXER_MXFP4, True)
+                yield kernel(heads, tile, False, compact, False, False, *fp8)
+        tiles = [tile for tile in FEW_MXFP4 if tile.queries(heads)]
+        for tile in tiles:
+            yield kernel(heads, tile, True, False, False, False, *mxfp4)
+        yield kernel(heads, tiles[0], True, False, False, False, INDEXER_MXFP4, True)
         for alone in (False, True):
-            yield kernel(heads, FEW[0], True, False, alone, False, candidates=True)
+            yield kernel(heads, FEW[0], True, False, alone, False, INDEXER_FP8, True)
 
 
 def tile_for(heads: int, queries: int, paged: bool, layout: Layout = INDEXER_FP8) -> Tile:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from ..arguments import CandidateKeys, PagedKeys, RaggedKeys, Selection
 from ..arrays import Array
 from ..dtypes import FLOAT32
-from ..dtypes import INT32 as INT32_ITEMS
-from . import structs
+from . import block_scores, structs
+from .block_scores import BlockScores
 from .driver import PORTABLE_CLUSTER, Gpu
 from .kernel import PORTABLE, Kernel
 from .logits import CANDIDATE_BLOCK, Part, logits_of_candidates, paged_logits, ragged_logits
@@ -23,13 +23,6 @@ TOPK = Struct(
     out=POINTER, logits_stride=INT64, out_stride=INT64, lens_stride=INT64, rows=INT32, width=INT32, k=INT32,
     queries=INT32, aligned=INT32, in_blocks=INT32,
 )  # fmt: skip
-
-BLOCK_SCORES = Struct(
-    "BlockScoresParams", logits=POINTER, starts=POINTER, ends=POINTER, scores=POINTER, counts=POINTER,
-    logits_stride=INT64, scores_stride=INT64, lens_stride=INT64, rows=INT32, width=INT32, queries=INT32,
-    ctas_of_row=INT32, aligned=INT32,
-)  # fmt: skip
-SCORES_PER_BLOCK = 256
 
 LEAST_CLUSTER_CAPABILITY = 90
 # What is needed once a row goes to local memory; by BF16. The most are of sm_80 and sm_100; sm_90 has 48.
@@ -155,15 +148,8 @@ def kernel(shape: Shape, bf16: bool) -> Kernel:
     )  # fmt: skip
 
 
-@cache
-def scores_kernel() -> Kernel:
-    """The kernel that makes scores of blocks."""
-    return Kernel("indexer/block_scores.cu", BLOCK_SCORES, {})
-
-
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield scores_kernel()
     for bf16, tables in ((False, FLOAT32_TABLES), (True, BF16_TABLES)):
         for shape in dict.fromkeys(shape for table in tables for widths in table for _, shape in widths.shapes):
             yield kernel(shape, bf16)
@@ -310,35 +296,22 @@ def candidate_blocks(gpu: Gpu, logits: Array, starts: Array | None, ends: Array 
     return block_choice(gpu, of, Bounds(pointer(starts), pointer(ends)), BlockScores.of(rows, width), out, 0)
 
 
-class BlockScores(NamedTuple):
-    """Scratch memory of `block_choice`: scores of rows' blocks, and how many blocks rows have."""
-
-    scores: Slot
-    counts: Slot
-
-    @classmethod
-    def of(cls, rows: int, width: int) -> BlockScores:
-        """For at most so many rows of logits."""
-        shape = rows, _padded(ceil_div(width, CANDIDATE_BLOCK))
-        return cls(Slot("scores", shape=shape, dtype=FLOAT32), Slot("counts", shape=(rows,), dtype=INT32_ITEMS))
-
-
 def block_choice(gpu: Gpu, logits: Logits, bounds: Bounds, scratch: BlockScores, out: Array, first: int) -> Program:
     """The launches that choose blocks of rows of float32 logits, and write them from row `first` of `out` on."""
     rows, blocks = logits.rows, ceil_div(logits.width, CANDIDATE_BLOCK)
     if rows == 0:
         return ()
-    scores, counts = scratch
-    ctas_of_row = max(ceil_div(blocks, SCORES_PER_BLOCK), 1)
-    params = BLOCK_SCORES(
-        logits=logits.ptr, starts=bounds.starts, ends=bounds.ends, scores=scores.ptr, counts=counts.ptr,
-        logits_stride=logits.stride, scores_stride=_padded(blocks), lens_stride=bounds.lens_stride, rows=rows,
-        width=logits.width, queries=bounds.queries, ctas_of_row=ctas_of_row, aligned=int(logits.aligned),
+    stride = scratch.scores.shape[1]
+    of_blocks = Logits(scratch.scores.ptr, stride, rows, blocks, False, True)
+    params = block_scores.BLOCK_SCORES(
+        logits=logits.ptr, starts=bounds.starts, ends=bounds.ends, scores=scratch.scores.ptr,
+        counts=scratch.counts.ptr, logits_stride=logits.stride, scores_stride=stride, lens_stride=bounds.lens_stride,
+        rows=rows, width=logits.width, queries=bounds.queries, ctas_of_row=block_scores.ctas_of_row(blocks),
+        aligned=int(logits.aligned),
     )  # fmt: skip
-    of_blocks = Logits(scores.ptr, _padded(blocks), rows, blocks, False, True)
     return [
-        Launch(scores_kernel(), (rows * ctas_of_row, 1, 1), params),
-        *choice(gpu, of_blocks, Bounds(0, counts.ptr), out.shape[1], _item(out, first), out.strides[0]),
+        Launch(block_scores.kernel(), (rows * block_scores.ctas_of_row(blocks), 1, 1), params),
+        *choice(gpu, of_blocks, Bounds(0, scratch.counts.ptr), out.shape[1], _item(out, first), out.strides[0]),
     ]
 
 

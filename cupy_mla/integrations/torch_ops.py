@@ -24,7 +24,7 @@ import torch
 
 from ..checks.options import require_bool
 from ..checks.validate import require_d_v
-from ..flash_mla import require_sparse
+from ..flash_mla import layout_of, require_sparse
 from ..ops import absorb
 from ..ops.table import TABLE, Operation
 
@@ -49,6 +49,7 @@ class TorchOperation:
         self._names = tuple(name for name in operation.parameters if name not in settings)
         self._given = tuple(name for name in self._results if name in operation.parameters)
         self._parameters = tuple(name for name in self._names if name not in self._given)
+        self._scales = {name for name in self._names if operation.is_scale(name)}
         self._like = next(name for name in self._parameters if operation.is_array(name))
         self._allocate = self._register(self.name, ())
         if self._given:
@@ -59,6 +60,10 @@ class TorchOperation:
             raise TypeError(f"{self.name}() takes {len(self._names)} positional arguments, got {len(args)}")
         arguments = dict(zip(self._names[: len(args)], args, strict=True))
         arguments.update(kwargs)
+        for name in self._scales & arguments.keys():  # a number becomes an array of one
+            if isinstance(arguments[name], float | int):
+                like = arguments[self._like]
+                arguments[name] = like.new_full((1,), arguments[name], dtype=torch.float32)
         places = {name: arguments.pop(name, None) for name in self._given}
         if all(place is None for place in places.values()):
             returned = self._allocate(**arguments)
@@ -199,11 +204,12 @@ _NAMED = {operation.name: _traced(operation) for operation in TABLE}
 
 def _with_kvcache(q: Any, k_cache: Any, indices: Any, plan: Any, settings: tuple[Any, ...], **others: Any) -> Any:
     """As in `cupy_mla.flash_mla`. A given schedule is followed; none is made: each run of a graph chooses splits."""
-    head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, planned, num_splits = settings
-    _require_kind(k_cache, require_sparse(head_dim_v, causal, is_fp8_kvcache))
+    head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, planned, num_splits, kv_format = settings
+    require_sparse(head_dim_v, causal)
+    _require_kind(k_cache, is_fp8_kvcache)
     results = _NAMED["sparse_decode"](
         q, k_cache, indices, int(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale,
-        num_splits=num_splits, batch_invariant=batch_invariant, **others,
+        num_splits=num_splits, batch_invariant=batch_invariant, layout=layout_of(kv_format), **others,
     )  # fmt: skip
     return *results, planned
 
@@ -212,18 +218,20 @@ def _dense_with_kvcache(
     q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, settings: tuple[Any, ...], **others: Any
 ) -> Any:
     """As in `cupy_mla.flash_mla`; a schedule says nothing but splits."""
-    head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, planned, num_splits = settings
+    head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, planned, num_splits, kv_format = settings
     require_d_v("head_dim_v", head_dim_v)
-    _require_kind(k_cache, require_bool("is_fp8_kvcache", is_fp8_kvcache))
+    _require_kind(k_cache, is_fp8_kvcache)
     results = _NAMED["dense_decode"](
         q, k_cache, block_table, cache_seqlens, int(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale,
-        causal=causal, num_splits=num_splits, batch_invariant=batch_invariant, **others,
+        causal=causal, num_splits=num_splits, batch_invariant=batch_invariant, layout=layout_of(kv_format), **others,
     )  # fmt: skip
     return *results, planned
 
 
-def _require_kind(k_cache: Any, is_fp8_kvcache: bool) -> None:
-    if is_fp8_kvcache != (k_cache.dtype in (torch.uint8, torch.float8_e4m3fn)):
+def _require_kind(k_cache: Any, is_fp8_kvcache: bool | None) -> None:
+    if is_fp8_kvcache is not None:
+        require_bool("is_fp8_kvcache", is_fp8_kvcache)
+    if is_fp8_kvcache is not None and is_fp8_kvcache != (k_cache.dtype in (torch.uint8, torch.float8_e4m3fn)):
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has dtype {k_cache.dtype}")
 
 
@@ -263,7 +271,6 @@ def _split_kv_b_proj(weight: Any, num_heads: int, d_nope: int, *, scales: Any = 
 TRACED: dict[str, Callable[..., Any]] = {
     **_NAMED,
     **{operation.writer.__name__: _NAMED[operation.name] for operation in TABLE if operation.writer},
-    "flash_mla_sparse_fwd": _NAMED["sparse_prefill"],
     "_with_kvcache": _with_kvcache,
     "_dense_with_kvcache": _dense_with_kvcache,
     "planned_decode": _planned_decode,

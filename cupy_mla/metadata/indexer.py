@@ -101,6 +101,10 @@ class IndexerMetadata:
         token_context_lens: [T] int32 tokens that each query token sees, itself included; None where kpool is 1.
         decode: None without decode tokens.
         prefill_chunks: in order; they hold every prefill token once.
+        seen: [T] int32 keys that each query token sees, 0 for tokens that pad.
+        req_id: [T] int32 request of each query token, 0 for tokens that pad.
+        block_table: [R, M] int32 of all requests.
+        short: in this step no query token sees more keys than it chooses, by the host's upper bounds.
     """
 
     num_decodes: int
@@ -116,6 +120,10 @@ class IndexerMetadata:
     token_context_lens: AnyArray | None
     decode: IndexerDecodeMetadata | None
     prefill_chunks: list[IndexerPrefillChunk]
+    seen: AnyArray
+    req_id: AnyArray
+    block_table: AnyArray
+    short: bool
 
 
 class _Chunk(NamedTuple):
@@ -205,6 +213,8 @@ class IndexerMetadataBuilder:
                 "query_start_loc": ((requests + 1,), INT32),
                 "token_to_req": ((tokens,), INT64),
                 "from_end": ((tokens,), INT32),
+                "req_id": ((tokens,), INT32),
+                "seen": ((tokens,), INT32),
                 "starts": ((tokens,), INT32),
                 "ends": ((tokens,), INT32),
                 "block_table": ((requests, width), INT32),  # last: only its used rows go up
@@ -253,6 +263,10 @@ class IndexerMetadataBuilder:
             token_context_lens=self._buffers.arrays["token_context_lens"][:tokens] if config.kpool > 1 else None,
             decode=self._decode(split) if split.counts[2] else None,
             prefill_chunks=self._prefill(split),
+            seen=self._buffers.arrays["seen"][:tokens],
+            req_id=self._buffers.arrays["req_id"][:tokens],
+            block_table=self._buffers.arrays["block_table"][: batch.num_reqs],
+            short=bool(split.seen.max(initial=0) <= config.index_topk),
         )
 
     def _split(self, batch: BatchMetadata) -> _Split:
@@ -318,6 +332,8 @@ class IndexerMetadataBuilder:
         fill(host["ends"], split.key_starts + split.seen[:tokens], 0)
         fill(host["query_start_loc"], batch.query_start_loc, batch.num_actual_tokens)
         fill(host["token_to_req"], split.request, 0)
+        fill(host["req_id"], split.request, 0)
+        fill(host["seen"], split.seen, 0)
         fill(host["from_end"], self._from_end(batch, split), 0)
         return fill_table(host["block_table"], batch)
 
@@ -332,6 +348,7 @@ class IndexerMetadataBuilder:
         decode_tokens = min(split.counts[2], tokens)
         lens = seq_lens[device["token_to_req"][:tokens]] + device["from_end"][:tokens]
         seen = lens // config.tokens_per_key
+        device["seen"][:tokens] = seen
         device["ends"][:tokens] = device["starts"][:tokens] + seen
         if config.kpool > 1:
             device["token_context_lens"][:tokens] = lens

@@ -7,7 +7,9 @@ Source: DeepSeek-V3.2 (DeepSeek Sparse Attention); the functions' contracts are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import arrays, layouts
@@ -27,7 +29,7 @@ from ..cuda.program import Plan
 from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..layouts import D_V
 from ..reference import attention as reference
-from ..typing import A, AnyArray, CallScale
+from ..typing import A, AnyArray, CacheLayout, CallScale
 from .scales import require_q, scale_of_q, scale_of_rows
 
 __all__ = ["plan_splits", "sparse_decode", "sparse_prefill"]
@@ -176,6 +178,7 @@ def sparse_decode(
     batch_invariant: bool = False,
     q_scale: CallScale | None = None,
     k_scale: CallScale | None = None,
+    layout: CacheLayout | None = None,
 ) -> tuple[A, A]:
     """Sparse attention of query tokens over slots of a paged KV cache (V32_FP8, V4_FP8, PLAIN_FP8 or bf16), split-KV.
 
@@ -218,6 +221,7 @@ def sparse_decode(
             depend on what else is in the batch. Large batches are then split more, small ones less than is fastest.
         q_scale: of an e4m3 q: a positive number, or [1] or [] float32 on the device; default 1.
         k_scale: the same of PLAIN_FP8 rows, those of both caches.
+        layout: the name of the caches' layout, as of `empty_cache`; default: told by `k_cache`.
 
     Returns:
         out [b, s_q, h_q, 512] bfloat16 and lse [b, h_q, s_q] float32 (natural logarithm).
@@ -243,7 +247,7 @@ def sparse_decode(
         q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out, lse, q_scale,
         k_scale,
     )  # fmt: skip
-    return decode(given, scale, num_splits, batch_invariant)
+    return decode(given, scale, num_splits, batch_invariant, door=Door(layout=layout))
 
 
 @operation
@@ -300,29 +304,55 @@ class Given(NamedTuple):
     k_scale: Any = None
 
 
+class Door(NamedTuple):
+    """What a front door says that `sparse_decode` and `dense_decode` are not told.
+
+    Attributes:
+        is_fp8_kvcache: must agree with `k_cache` where it is given.
+        layout: the name of `k_cache`'s layout, where it is given.
+        names: what it calls arguments, by the names that they have.
+    """
+
+    is_fp8_kvcache: bool | None = None
+    layout: str | None = None
+    names: Mapping[str, str] = MappingProxyType({})
+
+    def name(self, argument: str) -> str:
+        """What it calls an argument."""
+        return self.names.get(argument, argument)
+
+    def layout_of(self, cache: Array, among: Sequence[layouts.Layout] = layouts.ATTENTION_LAYOUTS) -> layouts.Layout:
+        """The layout of `k_cache`, which must agree with what is said of it."""
+        layout = cache_layout(cache, among, asked=self.layout, asked_by=self.name("layout"))
+        if self.is_fp8_kvcache is not None and self.is_fp8_kvcache != layout.quantized:
+            raise ValueError(f"is_fp8_kvcache is {self.is_fp8_kvcache}, but k_cache has the layout {layout.name}")
+        return layout
+
+
+NO_DOOR = Door()
+
+
 def decode(
     given: Given,
     scale: float | None,
     num_splits: int | None,
     batch_invariant: bool = False,
-    is_fp8_kvcache: bool | None = None,
     plan: Plan | None = None,
-    extra_name: str = "extra_indices",
     alike: bool = False,
+    door: Door = NO_DOOR,
 ) -> tuple[Any, Any]:
     """What `sparse_decode` does, for the front doors.
 
     Args:
         scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
-        is_fp8_kvcache: must agree with `k_cache` where it is given.
         plan: of the calls that divide their lists alike, which end at the same places.
-        extra_name: what the front door calls `extra_indices`.
         alike: `topk_length` says where lists end, and -1 stands behind; it does not say how the call is to be divided:
             lists are full more often than not, and layers of a step end theirs at the same places.
     """
     q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, *rest = given
     out, lse, q_scale, k_scale = rest
     require_known()
+    extra_name = door.name("extra_indices")
     require_together(**{"extra_k_cache": extra_k_cache, extra_name: extra_indices})
     if extra_topk_length is not None and extra_indices is None:
         raise ValueError(f"extra_topk_length was given without extra_k_cache and {extra_name}")
@@ -331,7 +361,7 @@ def decode(
         attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache, **{extra_name: extra_indices},
         extra_topk_length=extra_topk_length, out=out, lse=lse,
     )  # fmt: skip
-    layout = cache_layout(cache, layouts.ATTENTION_LAYOUTS)
+    layout = door.layout_of(cache)
     b, s_q, h_q, d_qk = require_q(q_, layout, "b", "s_q", "h_q", HEAD_DIMS).shape
     require_heads(h_q)
     if layout.d_qk != d_qk:
@@ -344,11 +374,10 @@ def decode(
         extra_idx.require(INT32, b, s_q, "extra_topk")
         if extra_length is not None:
             extra_length.require(INT32, b)
-    q_scale, k_scale = scale_of_q(place, q_, q_scale), scale_of_rows(place, layout, k_scale)
+    q_scale = scale_of_q(place, q_, q_scale, door.name("q_scale"))
+    k_scale = scale_of_rows(place, layout, k_scale, door.name("k_scale"))
     if out_ is not None:
         out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
-    if is_fp8_kvcache is not None and is_fp8_kvcache != layout.quantized:
-        raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {layout.name}")
     batch_invariant = require_bool("batch_invariant", batch_invariant)
     if num_splits is not None:
         num_splits = require_integer("num_splits", num_splits, 1, MAX_SPLITS)

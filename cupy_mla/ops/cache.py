@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from math import frexp
 from typing import Any, Literal
 
 from .. import arrays, layouts
 from ..arrays import HOST, Array
 from ..bridges import Place, bind
 from ..calls.operation import operation
-from ..checks.options import require_choice, require_integer
+from ..checks.options import require_choice, require_integer, require_scale
 from ..checks.validate import ALIGNMENT, INDEXER_ALIGNMENT, cache_layout, require_cache, require_slots, tokens_of
 from ..checks.values import check_slots
 from ..cuda import cache as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, INT64
-from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_FP8, INDEXER_LAYOUTS
+from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_LAYOUTS
 from ..reference import cache as reference
-from ..typing import A, AnyArray, CacheLayout, CallScale, ScaleFormat, WritableLayout
+from ..typing import A, AnyArray, CacheLayout, CallScale, DenseLayout, ScaleFormat, WritableLayout
 from .scales import scale_of_rows
 
 __all__ = ["concat_and_cache_mla", "empty_cache", "quantize_and_insert_k_cache", "unpack_rows"]
@@ -50,7 +51,8 @@ def concat_and_cache_mla(
         slot_mapping: [T'] int64 with T' <= T (a padded batch: its length counts). A token whose slot is negative is
             skipped; a slot beyond the cache is never written.
         layout: "bf16" ("bfloat16", "auto"), "v32_fp8" (vLLM: "fp8_ds_mla") or "plain_fp8" (vLLM: "fp8", "fp8_e4m3");
-            default: told by `kv_cache`.
+            default: told by `kv_cache`. "v32_nope_fp8", [num_blocks, block_size, (1,) 528] uint8 / float8_e4m3fn of
+            models without RoPE, must be named.
         scale_format: "fp32" (`max(amax / 448, FLT_MIN)`, what vLLM writes) or "ue8m0" (rounded up to a power of
             two); only V32_FP8 has scales.
         k_scale: of PLAIN_FP8, whose values are `e4m3(x / k_scale)`, rounded to nearest even and saturated at 448: a
@@ -68,12 +70,8 @@ def concat_and_cache_mla(
         [[0, 5], [1, 0]]
     """
     require_choice("scale_format", scale_format, SCALE_FORMATS)
-    if layout is not None:
-        require_choice("layout", layout, layouts.names(LAYOUTS))
     place, (kv_c_, k_pe_, cache, slots) = bind(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
-    told = cache_layout(cache, LAYOUTS, WRITERS)
-    if layout is not None and layout not in told.names:
-        raise ValueError(f"layout: {layout!r} was asked for, kv_cache is {told.name} of {told.d_qk}")
+    told = cache_layout(cache, LAYOUTS, WRITERS, asked=layout)
     tokens = tokens_of(kv_c_).require(BFLOAT16, "T", D_V).shape[0]
     tokens_of(k_pe_).require(BFLOAT16, tokens, _rope_widths(told))
     _require_target(cache, told, slots, tokens)
@@ -86,14 +84,25 @@ def concat_and_cache_mla(
 
 
 @operation
-def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: AnyArray) -> None:
-    """Write tokens into a paged cache in layout V4_FP8.
+def quantize_and_insert_k_cache(
+    k: AnyArray,
+    k_cache: AnyArray,
+    slot_mapping: AnyArray,
+    *,
+    layout: CacheLayout | None = None,
+    scale_floor: float = layouts.LEAST_SCALE,
+) -> None:
+    """Write tokens into a paged cache in layout V4_FP8 or V41_FP8.
 
     Args:
-        k: [T, (1,) 512] bfloat16: 448 NoPE values, which are quantized in tiles of 64, and 64 RoPE values.
-        k_cache: [num_blocks, block_size, 584] uint8 / float8_e4m3fn, block stride a multiple of 16 bytes (its
-            usual writers round it up to a multiple of 576); written in place.
+        k: [T, (1,) 512] bfloat16. V4_FP8: 448 NoPE values, which are quantized in tiles of 64, and 64 RoPE values.
+            V41_FP8: all values are quantized, in tiles of 32.
+        k_cache: [num_blocks, block_size, 584] (V4_FP8) or [..., 528] (V41_FP8) uint8 / float8_e4m3fn, block stride a
+            multiple of 16 bytes (V4_FP8's usual writers round it up to a multiple of 576); written in place.
         slot_mapping: [T'] int64 with T' <= T; see `concat_and_cache_mla`.
+        layout: its name, as of `empty_cache`; default: told by `k_cache`, but for V41_FP8, which must be named.
+        scale_floor: the least scale, a power of two: 2**-22 is that of vLLM's writers, 2**-13 that of FlashMLA's and
+            SGLang's for V41_FP8. Only rows of tiny values differ.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -106,25 +115,36 @@ def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: An
         [False, True]
     """
     place, (k_, cache, slots) = bind(k=k, k_cache=k_cache, slot_mapping=slot_mapping)
-    told = cache_layout(cache, FP8_OF_V4, WRITERS)
+    told = cache_layout(cache, FP8_OF_V4, WRITERS, asked=layout)
+    floor = require_scale("scale_floor", scale_floor)
+    if not 2.0**-126 <= floor <= 1 or frexp(floor)[0] != 0.5:
+        raise ValueError(f"scale_floor: expected a power of two from 2**-126 to 1, got {scale_floor}")
     tokens = tokens_of(k_).require(BFLOAT16, "T", told.d_qk).shape[0]
     _require_target(cache, told, slots, tokens)
     if arrays.CHECK_VALUES:
         check_slots(slots, cache)
-    place.call(cuda.quantize_and_insert_k_cache, reference.quantize_and_insert_k_cache, told, k_, cache, slots)
+    place.call(cuda.quantize_and_insert_k_cache, reference.quantize_and_insert_k_cache, told, k_, cache, slots, floor)
 
 
 @operation
-def unpack_rows(cache: A, slots: AnyArray, *, out: A | None = None, k_scale: CallScale | None = None) -> A:
+def unpack_rows(
+    cache: A,
+    slots: AnyArray,
+    *,
+    out: A | None = None,
+    k_scale: CallScale | None = None,
+    layout: CacheLayout | None = None,
+) -> A:
     """Rows of a paged cache of any layout as numbers: what attention, or the indexer, sees in them.
 
     Args:
         cache: [num_blocks, block_size, (1,) last axis] in any layout, told by dtype and last axis: bfloat16 of 576 or
-            512 values, uint8 or float8_e4m3fn of 656 bytes (V32_FP8), 584 (V4_FP8), 576 or 512 (PLAIN_FP8) or 132
-            (INDEXER_FP8).
+            512 values, uint8 or float8_e4m3fn of 656 bytes (V32_FP8), 584 (V4_FP8), 576 or 512 (PLAIN_FP8), 132
+            (INDEXER_FP8) or 68 (INDEXER_MXFP4).
         slots: [n] int32 or int64. The row of a slot that is negative or beyond the cache is zeros.
         out: [n, d_qk] float32, written in place when given.
         k_scale: of PLAIN_FP8, as of `concat_and_cache_mla`.
+        layout: its name, as of `empty_cache`; default: told by `cache`.
 
     Returns:
         [n, d_qk] float32: 576 or 512 values, of keys of the indexer 128; `float(e4m3) * scale` where they are
@@ -143,19 +163,19 @@ def unpack_rows(cache: A, slots: AnyArray, *, out: A | None = None, k_scale: Cal
     """
     place, (cache_, slots_) = bind(cache=cache, slots=slots)
     (out_,) = place.optional(out=out)
-    layout = cache_layout(cache_, (*ATTENTION_LAYOUTS, INDEXER_FP8))
-    require_cache(cache_, layout, INDEXER_ALIGNMENT if layout is INDEXER_FP8 else ALIGNMENT)
+    told = cache_layout(cache_, (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS), asked=layout)
+    require_cache(cache_, told, INDEXER_ALIGNMENT if told in INDEXER_LAYOUTS else ALIGNMENT)
     (count,) = slots_.require((INT32, INT64), "n").shape
-    out_ = place.output("out", out_, (count, layout.d_qk), FLOAT32)
+    out_ = place.output("out", out_, (count, told.d_qk), FLOAT32)
     if arrays.CHECK_VALUES:
         check_slots(slots_, cache_, written=False)
-    scale = scale_of_rows(place, layout, k_scale)
-    place.call(cuda.unpack_rows, reference.unpack_rows, layout, cache_, slots_, scale, out_)
+    scale = scale_of_rows(place, told, k_scale)
+    place.call(cuda.unpack_rows, reference.unpack_rows, told, cache_, slots_, scale, out_)
     return out_.obj
 
 
 def empty_cache(
-    layout: CacheLayout | Literal["indexer_fp8", "indexer_mxfp4"] | layouts.Layout,
+    layout: DenseLayout | Literal["indexer_fp8", "indexer_mxfp4"] | layouts.Layout,
     num_blocks: int,
     block_size: int,
     place: tuple[str, int] = ("numpy", HOST),
@@ -169,15 +189,16 @@ def empty_cache(
 
     Args:
         layout: one of `cupy_mla.layouts`, or its name: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla"), "v4_fp8", "plain_fp8"
-            (vLLM: "fp8", "fp8_e4m3"), and "indexer_fp8" or "indexer_mxfp4" for keys of the indexer.
+            (vLLM: "fp8", "fp8_e4m3"), "fp16", "v32_nope_fp8", "v41_fp8", and "indexer_fp8" or "indexer_mxfp4" for keys
+            of the indexer.
         num_blocks: blocks of the cache.
         block_size: rows a block: tokens, or of a compressed cache `block_size // compress_ratio` of its config.
         place: where it lives: (kind of array, device), for instance ("torch", 0); `Place.of(array)` gives that of an
             array.
-        d_qk: width of rows in layouts "bf16" and "plain_fp8": 576, or 512 of models without RoPE.
+        d_qk: width of rows in layouts "bf16", "fp16" and "plain_fp8": 576, or 512 of models without RoPE.
 
     Returns:
-        [num_blocks, block_size, last axis] bfloat16, or uint8 of FP8 layouts.
+        [num_blocks, block_size, last axis] bfloat16, float16, or uint8 of FP8 layouts.
 
     Raises:
         TypeError, ValueError: there is no such layout or place, or a number is none or too small.

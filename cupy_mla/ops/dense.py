@@ -10,24 +10,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import arrays, layouts
+from .. import arrays
 from ..arguments import DenseDecode
 from ..arrays import Array
 from ..bridges import Place, bind
 from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_scale
-from ..checks.validate import cache_layout, require_cache, require_heads
+from ..checks.validate import require_cache, require_heads
 from ..checks.values import check_blocks, check_lengths
 from ..cuda import driver
 from ..cuda.attention import dense as cuda
 from ..cuda.attention.choose import asked
 from ..cuda.attention.divide import MAX_SPLITS
 from ..cuda.attention.problem import DenseProblem
-from ..dtypes import BFLOAT16, FLOAT32, INT32
-from ..layouts import D_V, Layout
+from ..dtypes import FLOAT32, INT32
+from ..layouts import D_V, DENSE_LAYOUTS, Layout
 from ..reference import dense as reference
-from ..typing import A, AnyArray, CallScale
-from .attention import HEAD_DIMS
+from ..typing import A, AnyArray, CallScale, DenseLayout
+from .attention import HEAD_DIMS, NO_DOOR, Door
 from .scales import require_q, scale_of_q, scale_of_rows
 
 __all__ = ["dense_decode"]
@@ -50,10 +50,11 @@ def dense_decode(
     batch_invariant: bool = False,
     q_scale: CallScale | None = None,
     k_scale: CallScale | None = None,
+    layout: DenseLayout | None = None,
 ) -> tuple[A, A]:
     """Attention of query tokens over all rows of their requests in a paged KV cache, split-KV.
 
-    The cache holds rows in layout V32_FP8, V4_FP8, PLAIN_FP8 or bf16.
+    The cache holds rows in layout V32_FP8, V4_FP8, PLAIN_FP8, bf16 or fp16.
 
     Query i of a request's s_q sees rows 0 to n_i - 1 of the request; with `window` only the last `window` of these::
 
@@ -81,9 +82,9 @@ def dense_decode(
 
     Args:
         q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding. Over PLAIN_FP8 rows it may
-            be float8_e4m3fn (or uint8 of the same bytes).
+            be float8_e4m3fn (or uint8 of the same bytes), over float16 rows it is float16.
         k_cache: [num_blocks, block_size, (1,) 656 | 584] uint8 or float8_e4m3fn, or [..., 576 | 512] bfloat16, or
-            float8_e4m3fn or uint8 (PLAIN_FP8).
+            float8_e4m3fn or uint8 (PLAIN_FP8), or float16.
             The block stride may exceed the block; for FP8 rows it must be a multiple of 16 bytes.
         block_table: [b, width] int32 blocks of each request.
         seq_lens: [b] int32 rows of each request, those of its s_q query tokens included.
@@ -91,7 +92,7 @@ def dense_decode(
         causal: whether a query sees no row behind its own.
         window: rows that a query sees at most, at least 1; None: all.
         attn_sink: [h_q] float32, natural-log units.
-        out: [b, s_q, h_q, 512] bfloat16, written in place when given.
+        out: [b, s_q, h_q, 512] bfloat16, over float16 rows float16, written in place when given.
         lse: [b, h_q, s_q] float32, written in place when given.
         num_splits: splits of each request's rows, 1 to 1024, whose partial results are merged by lse; default: chosen
             from shapes, on a GPU also from lengths.
@@ -99,9 +100,10 @@ def dense_decode(
             a request do not depend on what else is in the batch.
         q_scale: of an e4m3 q: a positive number, or [1] or [] float32 on the device; default 1.
         k_scale: the same of PLAIN_FP8 rows.
+        layout: the name of the cache's layout, as of `empty_cache`; default: told by `k_cache`.
 
     Returns:
-        out [b, s_q, h_q, 512] bfloat16 and lse [b, h_q, s_q] float32 (natural logarithm).
+        out [b, s_q, h_q, 512] bfloat16 (or float16) and lse [b, h_q, s_q] float32 (natural logarithm).
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -126,7 +128,7 @@ def dense_decode(
     """
     scale = require_scale("sm_scale", sm_scale)
     given = Given(q, k_cache, block_table, seq_lens, attn_sink, out, lse, q_scale, k_scale)
-    return decode(given, scale, Sees(causal, window), num_splits, batch_invariant)
+    return decode(given, scale, Sees(causal, window), num_splits, batch_invariant, Door(layout=layout))
 
 
 class Given(NamedTuple):
@@ -156,22 +158,19 @@ def decode(
     sees: Sees,
     num_splits: int | None,
     batch_invariant: bool = False,
-    is_fp8_kvcache: bool | None = None,
-    lengths_name: str = "seq_lens",
+    door: Door = NO_DOOR,
 ) -> tuple[Any, Any]:
     """What `dense_decode` does, for the front doors.
 
     Args:
         scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
-        is_fp8_kvcache: must agree with `k_cache` where it is given.
-        lengths_name: what the front door calls `seq_lens`.
     """
     q, k_cache, block_table, seq_lens, attn_sink, out, lse, q_scale, k_scale = given
     place, (q_, cache, table, lens) = bind(
-        **{"q": q, "k_cache": k_cache, "block_table": block_table, lengths_name: seq_lens}
+        **{"q": q, "k_cache": k_cache, "block_table": block_table, door.name("seq_lens"): seq_lens}
     )
     sink, out_, lse_ = place.optional(attn_sink=attn_sink, out=out, lse=lse)
-    layout = cache_layout(cache, layouts.ATTENTION_LAYOUTS)
+    layout = door.layout_of(cache, DENSE_LAYOUTS)
     b, s_q, h_q, d_qk = require_q(q_, layout, "b", "s_q", "h_q", HEAD_DIMS).shape
     require_heads(h_q)
     if layout.d_qk != d_qk:
@@ -181,11 +180,10 @@ def decode(
     lens.require(INT32, b)
     if sink is not None:
         sink.require(FLOAT32, h_q)
-    q_scale, k_scale = scale_of_q(place, q_, q_scale), scale_of_rows(place, layout, k_scale)
+    q_scale = scale_of_q(place, q_, q_scale, door.name("q_scale"))
+    k_scale = scale_of_rows(place, layout, k_scale, door.name("k_scale"))
     if out_ is not None:
-        out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
-    if is_fp8_kvcache is not None and is_fp8_kvcache != layout.quantized:
-        raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {layout.name}")
+        out_.require(layout.values, b, s_q, h_q, D_V).require_writable()
     causal = require_bool("causal", sees.causal)
     window = 0 if sees.window is None else require_integer("window", sees.window, 1)
     batch_invariant = require_bool("batch_invariant", batch_invariant)
@@ -193,7 +191,7 @@ def decode(
         num_splits = require_integer("num_splits", num_splits, 1, MAX_SPLITS)
     if arrays.CHECK_VALUES:
         _check_rows(table, lens, cache, window, s_q if causal else 1)
-    out_ = place.output("out", out_, (b, s_q, h_q, D_V), BFLOAT16)
+    out_ = place.output("out", out_, (b, s_q, h_q, D_V), layout.values)
     lse_ = place.output("lse", lse_, (b, h_q, s_q), FLOAT32)
     scale = layout.d_qk**-0.5 if scale is None else scale
     launcher = partial(cuda.dense_decode, batch_invariant=batch_invariant)

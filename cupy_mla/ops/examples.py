@@ -17,6 +17,7 @@ from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32
 from ..layouts import (
     ATTENTION_LAYOUTS,
     D_V,
+    DENSE_LAYOUTS,
     FP8_OF_V4,
     FP8_OF_V32,
     INDEXER_FP8,
@@ -41,7 +42,7 @@ class Wanted(NamedTuple):
             (`cupy_mla.set_checks`) refuse.
     """
 
-    layouts: tuple[Layout, ...] = ATTENTION_LAYOUTS
+    layouts: tuple[Layout, ...] = DENSE_LAYOUTS
     many: int = 4
     strays: bool = False
 
@@ -80,10 +81,17 @@ class Format(NamedTuple):
 
 
 FORMATS = (
+    Format(layouts.PLAIN_FP8_576, two_caches=True),
     Format(layouts.V4_FP8, two_caches=True),
     Format(layouts.V32_FP8, scale_formats=("ue8m0", "fp32")),
     Format(layouts.BF16_576),
     Format(layouts.BF16_512),
+    Format(layouts.PLAIN_FP8_512),
+    Format(layouts.V32_NOPE_FP8),
+    Format(layouts.V41_FP8),
+    Format(layouts.V41_FP8_SPLIT),
+    Format(layouts.FP16_576),
+    Format(layouts.FP16_512),
 )
 
 
@@ -97,6 +105,7 @@ def _formats(wanted: Wanted, among: Iterable[Layout] = ATTENTION_LAYOUTS) -> lis
 BLOCKS, BLOCK_SIZE = 4, 32
 TOKENS = BLOCKS * BLOCK_SIZE
 TOPK, WINDOW, RATIO = 64, 16, 4
+K_SCALE = 0.001  # of rows of size 0.1
 SM_SCALES = {576: 192**-0.5, 512: 512**-0.5}  # DeepSeek-V3.2's and V4's, by d_qk
 
 
@@ -135,7 +144,7 @@ def _full_cache(
     if layout in INDEXER_LAYOUTS:
         reference_indexer.indexer_k_quant_and_cache(layout, rows, paged, slots, "fp32")
     else:
-        reference_cache.pack_rows(layout, rows, paged, slots)
+        reference_cache.pack_rows(layout, rows, paged, slots, k_scale=K_SCALE)
     return paged
 
 
@@ -155,6 +164,17 @@ def _block_table(rng: np.random.Generator, wanted: Wanted, width: int) -> np.nda
 
 
 # --- attention ------------------------------------------------------------------------------------------------
+
+
+def _named(layout: Layout) -> dict[str, Any]:
+    """What a call must say of a cache that `_full_cache` gives."""
+    scale = {"k_scale": np.full(1, K_SCALE, np.float32)} if layout.scale_of_call else {}
+    return scale if layout.told else scale | {"layout": layout.name}
+
+
+def _e4m3_queries(rng: np.random.Generator, *shape: int) -> dict[str, np.ndarray]:
+    """Queries of the size of others, under a scale."""
+    return {"q": (32 * rng.standard_normal(shape, np.float32)).astype(E4M3), "q_scale": np.full(1, 0.3, np.float32)}
 
 
 def _lists(rng: np.random.Generator, wanted: Wanted, *shape: int) -> np.ndarray:
@@ -178,8 +198,16 @@ def _prefill_arguments(
 def prefill_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     rows = [_normal(rng, TOKENS, 1, d_qk, size=0.1) for d_qk in sorted({layout.d_qk for layout in wanted.layouts})]
     sink, length = rng.standard_normal(5, np.float32), _lengths(rng, wanted, TOPK // 2, TOPK, 3)
-    arguments = {**_prefill_arguments(rng, wanted, rows[0], 5, 3), "attn_sink": sink, "topk_length": length}
-    yield Call(f"5 heads of {rows[0].shape[-1]}, 3 queries, every argument", arguments)
+    more = {"attn_sink": sink, "topk_length": length}
+    for layout, _, _ in _formats(wanted):
+        if layout.scale_of_call:
+            kv = _full_cache(rng, layout, TOKENS, 1).view(E4M3)
+            of = {**_prefill_arguments(rng, wanted, kv, 5, 3), **more, **_named(layout)}
+            scaled = _e4m3_queries(rng, 3, 5, layout.d_qk)
+            yield Call(f"5 heads of {layout.d_qk} in e4m3, 3 queries, every argument", of | scaled)
+            yield Call(f"5 heads over {layout.name} of {layout.d_qk}, 3 queries", of)
+    arguments = {**_prefill_arguments(rng, wanted, rows[0], 5, 3), **more}
+    yield Call(f"5 heads of {rows[0].shape[-1]}, 3 queries, with sink and lengths", arguments)
     for kv in rows:
         for heads, s_q in ((16, 3), (64, wanted.many), (128, wanted.many // 2)):
             detail = f"{heads} heads of {kv.shape[-1]}, {s_q} queries"
@@ -187,8 +215,9 @@ def prefill_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 
 def backward_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    """Of the results of the same calls of the forward."""
-    for number, call in enumerate(prefill_calls(rng, wanted)):
+    """Of the results of the same calls of the forward over bf16 rows."""
+    over_bf16 = (call for call in prefill_calls(rng, wanted) if call.arguments["kv"].dtype == BFLOAT16)
+    for number, call in enumerate(over_bf16):
         arguments = dict(call.arguments)
         s_q, heads, _ = arguments["q"].shape
         out, lse = _unwritten((s_q, heads, D_V), BFLOAT16), np.empty((s_q, heads), np.float32)
@@ -220,14 +249,17 @@ def decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
                 "sm_scale": 0.04, "attn_sink": rng.standard_normal(3, np.float32),
                 "topk_length": _lengths(rng, wanted, 35, 70, 2), "extra_k_cache": extra,
                 "extra_indices": _lists(rng, wanted, 2, 2, 33), "extra_topk_length": _lengths(rng, wanted, 0, 33, 2),
-                "num_splits": 3,
+                "num_splits": 3, **_named(layout),
             }  # fmt: skip
+            if layout.scale_of_call:
+                arguments |= _e4m3_queries(rng, 2, 2, 3, layout.d_qk)
             yield Call(f"{of_layout}, 3 heads, 2 x 2 queries, every argument", arguments)
         shapes = ((16, 2, 1), (64, 2, 2), (128, 1, 1), (8, many, 1), (32, many // 2, 2), (128, many // 2, 1))
         for heads, b, s_q in shapes:
             q, lists = _normal(rng, b, s_q, heads, layout.d_qk, size=10), _lists(rng, wanted, 2, b, s_q, TOPK)
             detail = f"{of_layout}, {heads} heads, {b} x {s_q} queries"
             arguments = {"q": q, "k_cache": main, "indices": lists[0], "sm_scale": SM_SCALES[layout.d_qk]}
+            arguments |= _named(layout)
             yield Call(detail, arguments)
             if two_caches:
                 sink = rng.standard_normal(heads, np.float32)
@@ -239,21 +271,23 @@ def dense_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     """Few requests and many, of all lengths that their blocks hold, short and long. With strays some lengths are
     negative or longer, and some blocks do not exist."""
     every = True
-    for layout, _, _ in _formats(wanted):
+    for layout, _, _ in _formats(wanted, DENSE_LAYOUTS):
         of_layout, cache_ = f"{layout.name} of {layout.d_qk}", _full_cache(rng, layout)
         for heads, b, s_q in ((16, 3, 2), (64, 2, 1), (128, 2, 3), (8, wanted.many, 1), (32, wanted.many // 2, 4)):
             width = 1 if s_q == 4 else 5
             first, end = (-1, BLOCKS + 1) if wanted.strays else (0, BLOCKS)
             most, stray = width * BLOCK_SIZE, 3 * wanted.strays
             arguments = {
-                "q": _normal(rng, b, s_q, heads, layout.d_qk, size=10), "k_cache": cache_,
+                "q": _normal(rng, b, s_q, heads, layout.d_qk, size=10).astype(layout.values), "k_cache": cache_,
                 "block_table": rng.integers(first, end, (b, width), dtype=np.int32),
                 "seq_lens": rng.integers(-stray, most + 1 + stray, b, dtype=np.int32),
-                "sm_scale": SM_SCALES[layout.d_qk],
+                "sm_scale": SM_SCALES[layout.d_qk], **_named(layout),
             }  # fmt: skip
             detail = f"{of_layout}, {heads} heads, {b} x {s_q} queries"
             if every:
                 more = {"attn_sink": rng.standard_normal(heads, np.float32), "window": 40, "num_splits": 3}
+                if layout.scale_of_call:
+                    more |= _e4m3_queries(rng, b, s_q, heads, layout.d_qk)
                 yield Call(f"{detail}, every argument", arguments | more)
                 every = False
             yield Call(detail, arguments)
@@ -269,18 +303,19 @@ def mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call
     no_rope = {"k_pe": _unwritten((TOKENS, 0), BFLOAT16)}
     for layout, scale_formats, _ in _formats(wanted, cache.LAYOUTS):
         for scale_format in scale_formats if layout.rope_apart else ():
-            arguments = {**row, "kv_cache": _empty_cache(layout), "scale_format": scale_format}
+            arguments = {**row, "kv_cache": _empty_cache(layout), "scale_format": scale_format, **_named(layout)}
             detail = f"{layout.name} {scale_format}" if layout.quantized else layout.name
             yield Call(detail, arguments)
             yield Call(f"{detail}, unaligned rows", arguments, unaligned=("kv_c", "k_pe"))
         if layout.quantized or not layout.rope_apart:
-            yield Call(f"{layout.name} without RoPE", {**row, **no_rope, "kv_cache": _empty_cache(layout)})
+            arguments = {**row, **no_rope, "kv_cache": _empty_cache(layout), **_named(layout)}
+            yield Call(f"{layout.name} of {layout.d_qk} without RoPE", arguments)
 
 
 def v4_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     row = {"k": _rows(rng, TOKENS, D_V), "slot_mapping": _slots(rng, wanted)}
     for layout, _, _ in _formats(wanted, FP8_OF_V4):
-        arguments = {**row, "k_cache": _empty_cache(layout)}
+        arguments = {**row, "k_cache": _empty_cache(layout), **_named(layout)}
         yield Call(layout.name, arguments)
         yield Call(f"{layout.name}, unaligned rows", arguments, unaligned=("k",))
 
@@ -298,9 +333,10 @@ def indexer_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[
 
 def unpacking_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     """Slots of every second call are int64."""
-    for i, layout in enumerate((*(row.layout for row in _formats(wanted)), INDEXER_FP8)):
+    for i, layout in enumerate((*(row.layout for row in _formats(wanted)), *INDEXER_LAYOUTS)):
         slots = _slots(rng, wanted).astype(np.int64 if i % 2 else np.int32)
-        yield Call(f"{layout.name} of {layout.d_qk}", {"cache": _full_cache(rng, layout), "slots": slots})
+        arguments = {"cache": _full_cache(rng, layout), "slots": slots, **_named(layout)}
+        yield Call(f"{layout.name} of {layout.d_qk}", arguments)
 
 
 # --- gathering ------------------------------------------------------------------------------------------------
@@ -316,10 +352,10 @@ def mla_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]
         arguments = {
             "src_cache": _full_cache(rng, layout), "dst": _unwritten((60, layout.d_qk), BFLOAT16),
             "block_table": _block_table(rng, wanted, 2), "seq_lens": _lens(rng, wanted),
-            "workspace_starts": np.array([0, 9, 9], np.int32),
+            "workspace_starts": np.array([0, 9, 9], np.int32), **_named(layout),
         }  # fmt: skip
-        yield Call(layout.name, arguments)
-        yield Call(f"{layout.name}, unaligned rows", arguments, unaligned=("dst",))
+        yield Call(f"{layout.name} of {layout.d_qk}", arguments)
+        yield Call(f"{layout.name} of {layout.d_qk}, unaligned rows", arguments, unaligned=("dst",))
 
 
 def v4_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -330,6 +366,7 @@ def v4_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
                 "out": _unwritten((3, 40 if wanted.strays else 60, layout.d_qk), BFLOAT16),
                 "k_cache": _full_cache(rng, layout, BLOCKS, block_size), "seq_lens": lens, "gather_lens": gather_lens,
                 "block_table": _block_table(rng, wanted, 64 // block_size), "block_size": block_size, "offset": 5,
+                **_named(layout),
             }  # fmt: skip
             yield Call(f"{layout.name}, blocks of {block_size}", arguments)
 
@@ -364,6 +401,7 @@ def quantize_q_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]
     plain = {"q": _rows(rng, tokens, 8, 128), "weights": _normal(rng, tokens, 8)}
     yield Call("without RoPE", plain)
     yield Call("mxfp4", {**plain, "scale_format": logits.MXFP4})
+    yield Call("mxfp4, unaligned rows", {**plain, "scale_format": logits.MXFP4}, unaligned=("q",))
 
 
 def quantize_q_mxfp4_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -379,8 +417,8 @@ def widen_mxfp4_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call
             "codes": rng.integers(0, 256, (*rows, 64), dtype=np.uint8),
             "scales": rng.integers(110, 136, (*rows, 4), dtype=np.uint8),
         }  # fmt: skip
-        yield Call(f"{len(rows)} axes", arguments)
         yield Call(f"{len(rows)} axes, weighted", {**arguments, "weights": rng.standard_normal(rows, np.float32)})
+        yield Call(f"{len(rows)} axes", arguments)
 
 
 def _few_ones(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from ..cuda import gather as cuda
 from ..dtypes import BFLOAT16, INT32
 from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32, INDEXER_LAYOUTS
 from ..reference import gather as reference
-from ..typing import AnyArray, CallScale
+from ..typing import AnyArray, CacheLayout, CallScale
 from .scales import scale_of_rows
 
 __all__ = ["concat_mla_q", "cp_gather_and_upconvert_fp8_kv_cache", "dequantize_and_gather_k_cache"]
@@ -35,19 +35,21 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     workspace_starts: AnyArray,
     *,
     k_scale: CallScale | None = None,
+    layout: CacheLayout | None = None,
 ) -> None:
-    """Copy requests out of a paged V32_FP8 or PLAIN_FP8 cache into consecutive rows, dequantized to bfloat16.
+    """Copy requests out of a paged FP8 cache of V3.2's kind into consecutive rows, dequantized to bfloat16.
 
     The first `seq_lens[r]` tokens of request r go to `dst[workspace_starts[r]]` and the rows after it.
 
     Args:
-        src_cache: [num_blocks, block_size, (1,) 656 | 576 | 512] uint8 or float8_e4m3fn.
-        dst: [S, 576] bfloat16, of rows of 512 bytes [S, 512]; written in place. A request that starts outside it is
+        src_cache: [num_blocks, block_size, (1,) 656 | 576 | 512 | 528] uint8 or float8_e4m3fn.
+        dst: [S, 576] bfloat16, of rows of 512 values [S, 512]; written in place. A request that starts outside it is
             left out, rows beyond it are not written, and rows of tokens whose block does not exist become zeros.
         block_table: [R, M] int32 blocks of each request.
         seq_lens: [R] int32.
         workspace_starts: [R] int32; the requests' rows must not overlap.
         k_scale: of PLAIN_FP8, as of `concat_and_cache_mla`.
+        layout: its name, as of `empty_cache`; default: told by `src_cache`.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -68,20 +70,20 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     place, (cache, dst_, table, lens, starts) = bind(
         src_cache=src_cache, dst=dst, block_table=block_table, seq_lens=seq_lens, workspace_starts=workspace_starts
     )
-    layout = cache_layout(cache, FP8_OF_V32, GATHERERS)
-    require_cache(cache, layout)
-    dst_.require(BFLOAT16, "S", layout.d_qk).require_writable()
+    told = cache_layout(cache, FP8_OF_V32, GATHERERS, asked=layout)
+    require_cache(cache, told)
+    dst_.require(BFLOAT16, "S", told.d_qk).require_writable()
     requests = table.require(INT32, "R", "M").shape[0]
     lens.require(INT32, requests)
     starts.require(INT32, requests)
-    scale = scale_of_rows(place, layout, k_scale)
+    scale = scale_of_rows(place, told, k_scale)
     if arrays.CHECK_VALUES:
         counts = check_lengths(lens)
         check_workspace(starts, counts, dst_.shape[0])
         check_blocks(table, np.zeros_like(counts), counts, cache)
     place.call(
         cuda.cp_gather_and_upconvert_fp8_kv_cache, reference.cp_gather_and_upconvert_fp8_kv_cache,
-        layout, cache, dst_, table, lens, starts, scale,
+        told, cache, dst_, table, lens, starts, scale,
     )  # fmt: skip
 
 
@@ -94,20 +96,24 @@ def dequantize_and_gather_k_cache(
     block_table: AnyArray,
     block_size: int,
     offset: int,
+    *,
+    layout: CacheLayout | None = None,
 ) -> None:
-    """Copy the last tokens of requests out of a paged V4_FP8 cache, dequantized to bfloat16.
+    """Copy the last tokens of requests out of a paged V4_FP8 or V41_FP8 cache, dequantized to bfloat16.
 
     The last `gather_lens[r]` of request r's `seq_lens[r]` tokens go to `out[r, offset]` and the rows after it.
 
     Args:
         out: [R, M, 512] bfloat16, written in place. Tokens beyond its M rows are not written, and rows of tokens whose
             block does not exist become zeros.
-        k_cache: [num_blocks, block_size, (1,) 584] uint8 or float8_e4m3fn, block stride a multiple of 16 bytes.
+        k_cache: [num_blocks, block_size, (1,) 584 | 528] uint8 or float8_e4m3fn, block stride a multiple of 16
+            bytes.
         seq_lens: [R] int32.
         gather_lens: [R] int32, at most a sequence each (more counts as that); None: whole sequences.
         block_table: [R, M'] int32 blocks of each request.
         block_size: tokens a block, as `k_cache` has them.
         offset: first row to write, 0 to M.
+        layout: its name, as of `empty_cache`; default: told by `k_cache`, but for V41_FP8, which must be named.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -126,13 +132,13 @@ def dequantize_and_gather_k_cache(
     """
     place, (out_, cache, lens, table) = bind(out=out, k_cache=k_cache, seq_lens=seq_lens, block_table=block_table)
     (gather,) = place.optional(gather_lens=gather_lens)
-    layout = cache_layout(cache, FP8_OF_V4, GATHERERS)
-    require_cache(cache, layout)
+    told = cache_layout(cache, FP8_OF_V4, GATHERERS, asked=layout)
+    require_cache(cache, told)
     block_size = require_integer("block_size", block_size, 1)
     if block_size != cache.shape[1]:
         raise ValueError(f"block_size: k_cache has {cache.shape[1]} tokens a block, got {block_size}")
     requests = table.require(INT32, "R", "M").shape[0]
-    rows = out_.require(BFLOAT16, requests, "M", layout.d_qk).require_writable().shape[1]
+    rows = out_.require(BFLOAT16, requests, "M", told.d_qk).require_writable().shape[1]
     lens.require(INT32, requests)
     if gather is not None:
         gather.require(INT32, requests)
@@ -147,7 +153,7 @@ def dequantize_and_gather_k_cache(
         check_blocks(table, ends - counts, ends, cache)
     place.call(
         cuda.dequantize_and_gather_k_cache, reference.dequantize_and_gather_k_cache,
-        layout, out_, cache, lens, gather, table, offset,
+        told, out_, cache, lens, gather, table, offset,
     )  # fmt: skip
 
 

@@ -15,25 +15,26 @@ Scale = Array | float
 
 
 def require_q(q: Array, layout: Layout, *shape: int | str | tuple[int, ...]) -> Array:
-    """Check queries over rows of a layout: bfloat16, or e4m3 where a call brings the rows' scale; returns them."""
-    return q.require((BFLOAT16, *QUANTIZED) if layout.scale_of_call else BFLOAT16, *shape)
+    """Check queries over rows of a layout: what results are of, or e4m3 where a call brings the rows' scale; returns
+    them."""
+    return q.require((BFLOAT16, *QUANTIZED) if layout.scale_of_call else layout.values, *shape)
 
 
-def scale_of_q(place: Place, q: Array, q_scale: Any) -> Scale:
-    """`q_scale`, checked.
+def scale_of_q(place: Place, q: Array, q_scale: Any, name: str = "q_scale") -> Scale:
+    """`q_scale`, checked; `name` is what the caller calls it.
 
     Raises:
         TypeError, ValueError: it is no positive number and no float32 of one item, or q is bfloat16.
     """
     if q_scale is None:
         return 1.0
-    if q.dtype == BFLOAT16:
-        raise ValueError("q_scale was given, but q is bfloat16: it is for float8_e4m3fn")
-    return _checked(place, "q_scale", q_scale)
+    if q.dtype not in QUANTIZED:
+        raise ValueError(f"{name} was given, but q is {q.dtype.name}: it is for float8_e4m3fn")
+    return _checked(place, name, q_scale)
 
 
-def scale_of_rows(place: Place, layout: Layout, k_scale: Any) -> Scale:
-    """`k_scale`, checked.
+def scale_of_rows(place: Place, layout: Layout, k_scale: Any, name: str = "k_scale") -> Scale:
+    """`k_scale`, checked; `name` is what the caller calls it.
 
     Raises:
         TypeError, ValueError: it is no positive number and no float32 of one item, or rows have no scale of the call.
@@ -41,12 +42,12 @@ def scale_of_rows(place: Place, layout: Layout, k_scale: Any) -> Scale:
     if k_scale is None:
         return 1.0
     if not layout.scale_of_call:
-        raise ValueError(f"k_scale was given, but the rows have the layout {layout.name}: it is for plain_fp8")
-    return _checked(place, "k_scale", k_scale)
+        raise ValueError(f"{name} was given, but the rows have the layout {layout.name}: it is for plain_fp8")
+    return _checked(place, name, k_scale)
 
 
 def _checked(place: Place, name: str, value: Any) -> Scale:
-    if library_of(value) is None:
+    if not isinstance(value, Array) and library_of(value) is None:
         scale = require_scale(name, value)
         if scale <= 0:
             raise ValueError(f"{name}: expected a positive number, got {number(value)}")

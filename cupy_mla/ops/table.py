@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from ..bridges import to_numpy
-from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64, UINT8
-from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8, Layout
+from ..bridges import as_dtype, to_numpy
+from ..dtypes import BFLOAT16, E4M3, FLOAT16, FLOAT32, INT32, INT64, UINT8
+from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_LAYOUTS, Layout
 from ..typing import A, AnyArray
 from . import (
     attention,
@@ -55,6 +55,7 @@ class Result(NamedTuple):
         setting: the bool setting without which it is not returned; "" when it always is.
         of: the optional array without which None is returned in its place; "" when it always is there.
         dtype_setting: the setting that names the dtype, if there is one.
+        half: the array that makes it float16 when it is float16; "": none does.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Result(NamedTuple):
     setting: str = ""
     of: str = ""
     dtype_setting: str = ""
+    half: str = ""
 
     def is_made(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call with these arguments has it."""
@@ -74,8 +76,10 @@ class Result(NamedTuple):
 
     def dtype_in(self, arguments: Mapping[str, Any]) -> np.dtype:
         """Its dtype in a call with these arguments."""
+        if self.half and as_dtype(arguments[self.half].dtype) == FLOAT16:
+            return FLOAT16
         named = arguments.get(self.dtype_setting)
-        return self.dtype if named is None else np.dtype(backward.DTYPES[named])
+        return self.dtype if named is None else backward.DTYPES[named]
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,10 @@ class Operation:
     def is_array(self, parameter: str) -> bool:
         annotation = self.parameters[parameter].annotation
         return any(kind in (A, AnyArray) for kind in (annotation, *get_args(annotation)))
+
+    def is_scale(self, parameter: str) -> bool:
+        """Whether an array may be a number instead."""
+        return self.is_array(parameter) and float in get_args(self.parameters[parameter].annotation)
 
     def is_optional(self, parameter: str) -> bool:
         """Whether an array may be None."""
@@ -168,7 +176,7 @@ def _logits_shape(q8: Any, k8: Any, compact_width: int | None = None, **_: Any) 
 
 def _width_of(paged: Any) -> int:
     """Values of a row of a cache."""
-    known = (*ATTENTION_LAYOUTS, INDEXER_FP8)
+    known = (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS)
     return next(layout.d_qk for layout in known if layout.last_axis == paged.shape[-1])
 
 
@@ -209,7 +217,7 @@ TABLE = (
         dense.dense_decode,
         examples.dense_calls,
         results=(
-            Result("out", lambda q, **_: (*q.shape[:3], D_V), BFLOAT16),
+            Result("out", lambda q, **_: (*q.shape[:3], D_V), BFLOAT16, half="q"),
             Result("lse", lambda q, **_: (q.shape[0], q.shape[2], q.shape[1]), FLOAT32),
         ),
         exact=False,
@@ -219,7 +227,7 @@ TABLE = (
     Operation(
         cache.unpack_rows,
         examples.unpacking_calls,
-        results=(Result("out", lambda cache, slots: (slots.shape[0], _width_of(cache)), FLOAT32),),
+        results=(Result("out", lambda cache, slots, **_: (slots.shape[0], _width_of(cache)), FLOAT32),),
     ),
     Operation(indexer.indexer_k_quant_and_cache, examples.indexer_packing_calls, written=("kv_cache",)),
     Operation(indexer.cp_gather_indexer_k_quant_cache, examples.indexer_gather_calls, written=("dst_k", "dst_scale")),

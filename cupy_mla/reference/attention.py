@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from ..arguments import Decode, DenseDecode, Prefill
-from ..dtypes import BFLOAT16, E4M3
+from ..dtypes import E4M3
 from ..layouts import D_V
 from .cache import rows_of
 from .schedule import merge_partials, split_rows
@@ -42,7 +42,7 @@ def sparse_decode(a: Decode) -> None:
 
 def queries(a: Prefill | Decode | DenseDecode) -> np.ndarray:
     """The queries as float32."""
-    if a.q.dtype == BFLOAT16:
+    if a.q.itemsize == 2:  # bfloat16 or float16
         return a.q.astype(np.float32)
     return a.q.view(E4M3).astype(np.float32) * np.asarray(a.q_scale, np.float32)
 

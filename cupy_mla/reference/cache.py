@@ -10,7 +10,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..dtypes import BFLOAT16, E4M3, E4M3_MAX, E8M0, FLOAT32
-from ..layouts import Layout
+from ..layouts import INDEXER_MXFP4, LEAST_SCALE, Layout
+from . import mxfp4
 
 FLT_MIN = np.finfo(np.float32).tiny
 AMAX_FLOOR = 1e-4  # keeps power-of-two scales from vanishing with a tile's values
@@ -33,9 +34,11 @@ def concat_and_cache_mla(
 
 
 @np.errstate(all="ignore")
-def quantize_and_insert_k_cache(layout: Layout, k: np.ndarray, cache: np.ndarray, slots: np.ndarray) -> None:
+def quantize_and_insert_k_cache(
+    layout: Layout, k: np.ndarray, cache: np.ndarray, slots: np.ndarray, least_scale: float
+) -> None:
     """Write whole rows; see `cupy_mla.quantize_and_insert_k_cache`."""
-    pack_rows(layout, k, cache, slots)
+    pack_rows(layout, k, cache, slots, least_scale=least_scale)
 
 
 @np.errstate(all="ignore")
@@ -46,6 +49,7 @@ def pack_rows(
     slots: np.ndarray,
     scale_format: str = "fp32",
     k_scale: float | np.ndarray = 1.0,
+    least_scale: float = LEAST_SCALE,
 ) -> None:
     """Write rows into a cache of any layout; one whose slot is not in the cache is skipped.
 
@@ -55,6 +59,7 @@ def pack_rows(
         slots: [T'] integers, T' <= T.
         scale_format: "fp32", or "ue8m0", which rounds float32 scales up to powers of two.
         k_scale: the scale of all rows, of a layout whose scale a call brings.
+        least_scale: of UE8M0 scales, a power of two.
     """
     tokens, block, offset = _targets(slots, cache)
     rows = rows[tokens]
@@ -67,7 +72,7 @@ def pack_rows(
         return
     nope, rope, scale_bytes = _regions(layout, cache)
     values, amax = _tiles(layout, rows)
-    scales, stored = _scales(layout, amax, scale_format == "ue8m0")
+    scales, stored = _scales(layout, amax, scale_format == "ue8m0", least_scale)
     nope[block, offset] = _quantize(values, scales)
     rope[block, offset] = _rope_bytes(layout, rows)
     scale_bytes[block, offset, : stored.shape[1]] = stored
@@ -91,13 +96,18 @@ def rows_of(cache: np.ndarray, layout: Layout, slots: np.ndarray, k_scale: float
         return cache[block, offset].astype(np.float32)
     if layout.scale_of_call:
         return cache[block, offset].view(E4M3).astype(np.float32) * np.asarray(k_scale, np.float32)
+    if layout is INDEXER_MXFP4:
+        codes, _, scale_bytes = _regions(layout, cache)
+        codes = codes[..., : layout.row_stride]  # the rest is the next row's
+        return mxfp4.dequantize(codes[block, offset], scale_bytes[block, offset]).astype(np.float32)
     nope, rope, scale_bytes = (region[block, offset] for region in _regions(layout, cache))
     scale_dtype = FLOAT32 if layout.scale_kind == "fp32" else E8M0
     scales = scale_bytes.view(scale_dtype)[:, : layout.num_scales].astype(np.float32)
     rows = np.empty((len(slots), layout.d_qk), np.float32)
     rows[:, : layout.d_nope] = nope.view(E4M3)
     rows[:, layout.d_nope :] = rope.view(BFLOAT16)
-    rows[:, : layout.d_nope].reshape(len(slots), layout.num_scales, layout.scale_tile)[...] *= scales[..., None]
+    tiles = rows[:, : layout.d_nope].reshape(len(slots), layout.num_scales, layout.scale_tile)
+    tiles[...] = np.where(scales[..., None] == 0, 0, tiles * scales[..., None])  # whatever is stored under a scale of 0
     return rows
 
 
@@ -151,10 +161,12 @@ def _tiles(layout: Layout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values, np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
 
 
-def _scales(layout: Layout, amax: np.ndarray, power_of_two: bool) -> tuple[np.ndarray, np.ndarray]:
+def _scales(layout: Layout, amax: np.ndarray, power_of_two: bool, least_scale: float) -> tuple[np.ndarray, np.ndarray]:
     """The scales [n, scales] float32 of tiles with these largest magnitudes, and their bytes in the cache."""
     if layout.scale_kind == "ue8m0":
-        exponents = np.clip(_ceil_log2(np.maximum(amax, AMAX_FLOOR) / E4M3_MAX), -E8M0_BIAS, 255 - E8M0_BIAS)
+        exponents = np.clip(
+            _ceil_log2(np.maximum(amax / E4M3_MAX, np.float32(least_scale))), -E8M0_BIAS, 255 - E8M0_BIAS
+        )
         return np.ldexp(np.float32(1), exponents), (exponents + E8M0_BIAS).astype(np.uint8)
     if power_of_two:
         scales = np.ldexp(np.float32(1), _ceil_log2(np.maximum(amax / E4M3_MAX, AMAX_FLOOR)))

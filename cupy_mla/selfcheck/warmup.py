@@ -84,7 +84,8 @@ def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
         name = logits.choose(gpu.capability, aligned, logits.asked_kernel()).kernel
         for kernel in modules[name].kernels():
             is_for = [kernel.defines.get(define) for define in ("PAGED", "ALIGNED", "COMPACT")]
-            if is_for == [paged, aligned, False]:
+            of_v41 = kernel.defines.get("MXFP4") or kernel.defines.get("CANDIDATES")
+            if is_for == [paged, aligned, False] and (config.model == "v41" or not of_v41):
                 found.append(kernel)
     return [kernel for kernel in found if kernel.suits(gpu.capability)]
 
@@ -93,7 +94,8 @@ def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
     """The kernels for Hopper of dense decode: which of them serves a call depends on its requests and on the table."""
     constants = layout.defines().items()
     of_rows = [kernel for module in DENSE for kernel in module.kernels() if constants <= kernel.defines.items()]
-    merges = [kernel for kernel in dense_combine.kernels() if kernel.defines["FP8_PARTIALS"] == layout.quantized]
+    ours = {"FP8_PARTIALS": int(layout.quantized), "HALF_ITEMS": int(layout.half)}.items()
+    merges = [kernel for kernel in dense_combine.kernels() if ours <= kernel.defines.items()]
     return [kernel for kernel in (*of_rows, *merges) if kernel.suits(gpu.capability)]
 
 

@@ -1,4 +1,4 @@
-// Sparse attention of flat bf16 rows on Hopper: wgmma, persistent CTAs, 64 heads at a time. Shared by five kernels,
+// Sparse attention of flat bf16 rows on Hopper (dense: float16 too): wgmma, persistent CTAs, 64 heads at a time. Shared by five kernels,
 // which differ in what the 64 lines of Q and the rows of a work item are, and in what is done with its result:
 //
 //   bf16_sm90.cu           64 heads of a query, all its rows
@@ -73,6 +73,7 @@
 #include "ptx/shared.cuh"
 #include "ptx/wgmma.cuh"
 #include "rows/chunk.cuh"
+#include "rows/items.cuh"
 #include "tile/softmax.cuh"
 #include "tile/swizzle.cuh"
 #include "tile/warp.cuh"
@@ -84,7 +85,11 @@ constexpr int BLOCK_BYTES = TILE_ROWS * LINE_BYTES;
 constexpr int TILE_BYTES = BLOCKS * BLOCK_BYTES;
 constexpr bool P_OVER_ROPE = D_QK > D_V;
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
-constexpr float REF_SLACK = 8.0f, PEAK = 0.0625f;
+constexpr Values ITEMS = HALF_ITEMS ? Values::F16 : Values::BF16;
+// References are this far below the logit that set them. float16: P is at most 2^15 then, and the smallest that is not 0
+// is 2^-31 of P at the reference.
+constexpr float REF_BELOW = HALF_ITEMS ? 7.0f : 0.0f;
+constexpr float REF_SLACK = 8.0f + REF_BELOW, PEAK = 0.0625f;
 
 // Named barriers; P_READY: + tile.
 enum NamedBarrier { P_READY = 1, CONSUMER_SYNC = 3, PRODUCER_SYNC = 4 };
@@ -639,11 +644,11 @@ __device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32
             const uint64_t b = wgmma_further(k, block * BLOCK_BYTES + 32 * i);
             const int step = 4 * block + i;
             if (first && i == 0) {
-                wgmma<Values::BF16, Sum::SET, Major::K, Major::K>(s, a, b);
+                wgmma<ITEMS, Sum::SET, Major::K, Major::K>(s, a, b);
             } else if (step % KEPT_EVERY == KEPT_EVERY - 1 && step / KEPT_EVERY < N) {
-                wgmma<Values::BF16, Sum::ADD, Major::K>(s, kept[step / KEPT_EVERY], b);
+                wgmma<ITEMS, Sum::ADD, Major::K>(s, kept[step / KEPT_EVERY], b);
             } else {
-                wgmma<Values::BF16, Sum::ADD, Major::K, Major::K>(s, a, b);
+                wgmma<ITEMS, Sum::ADD, Major::K, Major::K>(s, a, b);
             }
         }
     };
@@ -672,9 +677,9 @@ __device__ __forceinline__ bool choose_reference(Softmax& state, const float (&t
     for (int row = 0; row < 2; ++row) {
         const float highest = quad_max(top[row]);
         const float expected = quad_sum(state.sum[row]) * (float(opaque(pairs)) * reciprocal_approx(float(pair)));
-        const float slack = pair == 0 ? 0.0f : fmaxf(fminf(log2_approx(PEAK * expected), REF_SLACK), 0.0f);
+        const float slack = pair == 0 ? REF_BELOW : fmaxf(fminf(log2_approx(PEAK * expected), REF_SLACK), REF_BELOW);
         state.least[row] = ref[row] + slack;
-        if (highest > state.least[row]) ref[row] = highest;
+        if (highest > state.least[row]) ref[row] = highest - REF_BELOW;
     }
     return __any_sync(~0u, ref[0] != state.ref[0] || ref[1] != state.ref[1]);
 }
@@ -710,7 +715,7 @@ __device__ __forceinline__ bool softmax_tile(const typename K::Params& p, const 
         for (int n = 0; n < 8; ++n) {
             const float x = s[4 * n + 2 * row], y = s[4 * n + 2 * row + 1];
             sum[row] += x + y;
-            prob[n / 2][n % 2 * 2 + row] = pack_bf16x2(x, y);
+            prob[n / 2][n % 2 * 2 + row] = pack_items(x, y);
         }
     }
     return rises;
@@ -778,7 +783,7 @@ __device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&pr
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        wgmma<Values::BF16, Sum::ADD, Major::MN>(o, prob[k], wgmma_further(v, 2048 * k));
+        wgmma<ITEMS, Sum::ADD, Major::MN>(o, prob[k], wgmma_further(v, 2048 * k));
         if (k % 2 == 1) wgmma_commit();
     }
 }
@@ -789,7 +794,7 @@ __device__ __forceinline__ void start_pv(int tile, int half, float (&o)[128]) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        wgmma<Values::BF16, Sum::ADD, Major::K, Major::MN>(o, wgmma_further(p, 32 * k), wgmma_further(v, 2048 * k));
+        wgmma<ITEMS, Sum::ADD, Major::K, Major::MN>(o, wgmma_further(p, 32 * k), wgmma_further(v, 2048 * k));
         if (k % 2 == 1) wgmma_commit();
     }
 }
@@ -844,7 +849,7 @@ __device__ __forceinline__ void write_lines(const typename K::Params& p, const W
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const float* two = &o[4 * (j + k) + 2 * i];
-                packed[k] = pack_bf16x2(two[0] * scale, two[1] * scale);
+                packed[k] = pack_items(two[0] * scale, two[1] * scale);
             }
             transpose_quad(packed, t);
             if (here) store_chunk(out + CHUNK * (j + t), {packed[0], packed[1], packed[2], packed[3]}, aligned);

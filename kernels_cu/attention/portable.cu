@@ -38,7 +38,7 @@
 //
 // bf16 rows are copied (cp.async) into the stage of a tile that all output warps are done with. FP8 rows are copied as
 // they lie in the cache into a ring that each output warp has for its own rows, some tiles ahead. From there the warp
-// widens them to bf16, once, after P.V of the tile two before has freed the stage. V4_FP8: scaled, which is exact.
+// widens them to bf16, once, after P.V of the tile two before has freed the stage. UE8M0 scales: scaled, which is exact.
 // PLAIN_FP8: not scaled, which is exact; the call's scale is a factor on logits and on results.
 // V32_FP8: not scaled, for a value times a float32 would be rounded. A score warp scales S where the columns of a scale
 // end: ((S_0 * c_0 / c_1) + S_1) * c_1. An output warp, whose columns have one scale, multiplies P by it; P is
@@ -72,6 +72,8 @@
 #include "ptx/mma_sync.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
+#include "rows/items.cuh"
+#include "rows/place.cuh"
 #include "rows/quantize.cuh"
 #include "tile/ring.cuh"
 #include "tile/softmax.cuh"
@@ -108,11 +110,12 @@ constexpr bool MASK_IF_NEEDED = PV_BEHIND_QK;      // a branch, which costs more
 // Where registers are short, the softmax's sums and maxima are in shared memory while they are not used.
 constexpr bool SUMS_IN_SHARED = !FOLDED && TILE_ROWS > 16 && HEADS == 64;
 constexpr int SCALE_COLUMNS = NUM_SCALES > 0 ? SCALE_TILE : 8;
+constexpr int STAGED_SCALES = SCALES_APART ? ROW_STRIDE : SCALE_OFFSET;  // of a row in the staging area
 constexpr float REF_SLACK = 8.0f;
 // V32_FP8: P is multiplied by scales and then rounded to bf16, and is held in f16 until then: rounded to bf16 twice, it
 // would be too coarse. References are this far below the logit that set them. So P is at most 2^15, which f16 can hold,
 // and the smallest that is not 0 is 2^-31 of P at the reference.
-constexpr float REF_BELOW = FOLDED ? 7.0f : 0.0f;
+constexpr float REF_BELOW = FOLDED || HALF_ITEMS ? 7.0f : 0.0f;
 constexpr float LEAST_RATIO = 0x1p-64f;  // a scale of which the one before is more times as large counts as larger
 static_assert(COPIED_ROWS <= ROWS_AT_ONCE && (ALL_GET_ALL || (GROUP_TILES == 2 && SLICES == 2)), "");
 static_assert(!FOLDED || NUM_SCALES == 4, "one or two scales a score warp");
@@ -593,7 +596,7 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
                 codes[i][part] = load_shared_8(at);
                 if (ROPE_WITH && part == PARTS_OF_ROW - 1) more[i] = load_shared_8(at + (rope ? 8 : 0));
                 if (NUM_SCALES > 0 && !FOLDED)
-                    scales[i][part] = load_shared_byte(line + ROW_STRIDE + chunk / (SCALE_COLUMNS / 8));
+                    scales[i][part] = load_shared_byte(line + STAGED_SCALES + chunk / (SCALE_COLUMNS / 8));
             }
         }
 #pragma unroll
@@ -601,7 +604,8 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
 #pragma unroll
             for (int part = 0; part < PARTS_OF_ROW; ++part) {
                 const int chunk = 32 * part + r.lane;
-                const Vec8 c = codes[i][part];
+                Vec8 c = codes[i][part];
+                if (FOLDED) c = codes_under(c, __shfl_sync(~0u, scale, 4 * (begin + i) + chunk / (SCALE_COLUMNS / 8)));
                 Vec16 values = dequantize_8(c, FOLDED || SCALE_OF_CALL ? 1.0f : ue8m0_to_float(scales[i][part]));
                 if (ROPE_WITH && chunk >= CHUNKS) values = {c.x, c.y, more[i].x, more[i].y};
                 store_shared_16(chunk_address(stage_address(stage), first + begin + i, chunk), values);
@@ -691,6 +695,15 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem&
 #pragma unroll
         for (int m = 0; m < GROUP_TILES; ++m) load(step, m, q[step][m]);
         if (!ALIGNED && step % AT_ONCE == 0) __syncwarp();  // half words on their way take a register each
+    }
+}
+
+// C += A.B of 16 columns of k.
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (HALF_ITEMS) {
+        mma_m16n8k16_f16(c, a, b0, b1);
+    } else {
+        mma_m16n8k16(c, a, b0, b1);
     }
 }
 
@@ -795,8 +808,8 @@ __device__ __forceinline__ void multiply_qk(int stage, const QRegisters& q, Scor
             take_q(q, step, m, a);
 #pragma unroll
             for (int n = 0; n < N_TILES; ++n)
-                mma_m16n8k16(ODD_APART && step % 2 ? odd[m][n] : s[m][n], a, now[n / 2][n % 2 * 2],
-                             now[n / 2][n % 2 * 2 + 1]);
+                multiply(ODD_APART && step % 2 ? odd[m][n] : s[m][n], a, now[n / 2][n % 2 * 2],
+                         now[n / 2][n % 2 * 2 + 1]);
         }
         const bool folds = step < V_STEPS && step % SCALE_STEPS == SCALE_STEPS - 1;
         if (ODD_APART && (folds || step == STEPS - 1)) {
@@ -883,7 +896,7 @@ struct Softmax {
 };
 
 // Two numbers of P as shared memory holds them.
-__device__ __forceinline__ uint32_t pack_p(float x, float y) { return FOLDED ? pack_f16x2(x, y) : pack_bf16x2(x, y); }
+__device__ __forceinline__ uint32_t pack_p(float x, float y) { return FOLDED ? pack_f16x2(x, y) : pack_items(x, y); }
 
 // A tile's softmax of a score warp: own sums become P in shared memory, and the factors with which O is brought to the
 // new references.
@@ -1185,8 +1198,8 @@ __device__ __forceinline__ void multiply_pv(int stage, int buffer, Output& o, Wa
             if (goes_on) ldmatrix_x4_trans(b[1 - now], first + (k + 1) * 16 * ROW_BYTES);
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
-                mma_m16n8k16(o[m][v], a[m], b[now][0], b[now][1]);
-                mma_m16n8k16(o[m][v + 1], a[m], b[now][2], b[now][3]);
+                multiply(o[m][v], a[m], b[now][0], b[now][1]);
+                multiply(o[m][v + 1], a[m], b[now][2], b[now][3]);
                 if (!FOLDED && goes_on) load_p_tile(buffer, m, k + 1, a[m]);
             }
         }
@@ -1217,8 +1230,8 @@ __device__ __forceinline__ void multiply_lost(int stage, int buffer, Output& o) 
             for (int v = 0; v < V_TILES; v += 2) {
                 uint32_t b[4];
                 ldmatrix_x4_trans(b, first ^ (v * 16));
-                mma_m16n8k16(o[m][v], a, b[0], b[1]);
-                mma_m16n8k16(o[m][v + 1], a, b[2], b[3]);
+                multiply(o[m][v], a, b[0], b[1]);
+                multiply(o[m][v + 1], a, b[2], b[3]);
             }
         }
         __syncwarp();
@@ -1250,12 +1263,11 @@ __device__ __forceinline__ void write_tile(const AttentionParams& p, int m, cons
         }
         bf16* to = out_of(p, query_at(p, query, head), head_at(p, head), column);
         if (p.flags & ALIGNED_OUT) {
-            write_columns(o, i, factor[i], [&](int at, float x, float y) {
-                *reinterpret_cast<uint32_t*>(to + at) = pack_bf16x2(x, y);
-            });
+            write_columns(o, i, factor[i],
+                          [&](int at, float x, float y) { *reinterpret_cast<uint32_t*>(to + at) = pack_items(x, y); });
         } else {
             write_columns(o, i, factor[i], [&](int at, float x, float y) {
-                const uint32_t packed = pack_bf16x2(x, y);
+                const uint32_t packed = pack_items(x, y);
                 to[at] = bf16(packed), to[at + 1] = bf16(packed >> 16);
             });
         }

@@ -102,7 +102,7 @@ __device__ __forceinline__ void copy_rows(const GatherParams& p, const Copy& min
         if (to == nullptr) continue;
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
-            const Vec16 values = dequantize_8(nope[r][i], scale[r][i]);
+            const Vec16 values = dequantize_8(codes_under(nope[r][i], scale[r][i]), scale[r][i]);
             store_chunk(to + (i * 32 + lane) * CHUNK, values, p.aligned);
         }
     }

@@ -1,15 +1,15 @@
-// Copies the last tokens of requests out of a paged V4_FP8 cache into bf16 rows.
+// Copies the last tokens of requests out of a paged FP8 cache of V4's kind into bf16 rows.
 //
 //   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
 //   one warp     4 tokens at a time
 //     find       lane l looks up token l % 4: request (bisection), block table, where from and where to
-//     load       a row is 64 chunks of 8 values, two a lane: chunk `lane`, always e4m3, and chunk 32 + lane, where the
-//                last 8 lanes have the 64 RoPE values; every lane loads the row's 8 bytes of scales. 12 loads are
-//                under way
+//     load       a row is 64 chunks of 8 values, two a lane: chunk `lane`, always e4m3, and chunk 32 + lane, where in
+//                V4_FP8 the last 8 lanes have the 64 RoPE values. V4_FP8: every lane loads the row's 8 bytes of scales,
+//                and 12 loads are under way. Others: a scale for each chunk, 16 loads
 //     store      16 bytes of bf16 a chunk, side by side with the neighbours' chunks
 //
 // A token whose block does not exist becomes a row of zeros. Nothing is written beyond a request's rows in dst.
-// Shared memory: 8 bytes a thread. A CTA of 256 threads keeps 8 x 4 x 584 bytes under way.
+// Shared memory: 8 bytes a thread. A CTA of 256 threads keeps 8 x 4 x 584 bytes (V4_FP8) under way.
 #include "rows/block_table.cuh"
 #include "rows/quantize.cuh"
 #include "rows/reader.cuh"
@@ -34,9 +34,9 @@ struct GatherTailParams {
 
 constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr int NOPE_CHUNKS = D_NOPE / CHUNK, TILE_CHUNKS = SCALE_TILE / CHUNK;
-static_assert(SCALE_E8M0 && SCALES_APART && SCALE_STRIDE == 8, "a lane reads all scales of a row at once");
-static_assert(D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32 && TILE_CHUNKS * 4 == 32,
-              "two chunks a lane, the first all NoPE");
+// A lane reads all scales of a row at once: those of the first half in one word, the others in the second.
+constexpr bool ALL_SCALES = SCALES_APART && SCALE_STRIDE == 8 && TILE_CHUNKS * 4 == 32;
+static_assert(SCALE_E8M0 && D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32, "two chunks a lane, the first all NoPE");
 
 __shared__ RequestTokens<THREADS> tokens;
 
@@ -80,7 +80,11 @@ __device__ __forceinline__ void copy_rows(const GatherTailParams& p, const Copy&
         second[r] = {0, 0, 0, 0};
         if (data == nullptr) continue;
         first[r] = *reinterpret_cast<const Vec8*>(data + lane * CHUNK);
-        scales[r] = *reinterpret_cast<const Vec8*>(from);
+        if constexpr (ALL_SCALES) {
+            scales[r] = *reinterpret_cast<const Vec8*>(from);
+        } else {
+            scales[r] = {from[lane / TILE_CHUNKS], from[(32 + lane) / TILE_CHUNKS]};
+        }
         if (rope) {
             second[r] = *reinterpret_cast<const Vec16*>(data + ROPE_OFFSET + (32 + lane - NOPE_CHUNKS) * 16);
         } else {
@@ -92,7 +96,7 @@ __device__ __forceinline__ void copy_rows(const GatherTailParams& p, const Copy&
     for (int r = 0; r < ROWS; ++r) {
         bf16* to = shuffle_pointer(mine.to, r);
         if (to == nullptr) continue;
-        const int shift = 8 * (lane / TILE_CHUNKS);
+        const int shift = ALL_SCALES ? 8 * (lane / TILE_CHUNKS) : 0;
         store_chunk(to + lane * CHUNK, dequantize_chunk(first[r], scales[r].x >> shift), p.aligned);
         const Vec16 end = rope ? second[r] : dequantize_chunk({second[r].x, second[r].y}, scales[r].y >> shift);
         store_chunk(to + (32 + lane) * CHUNK, end, p.aligned);

@@ -5,7 +5,7 @@
 //                of the 4 tokens (rows of 576: from k_pe) are 32 chunks, one a lane. All loads are under way at
 //                once
 //     find       lane l finds where token l % 4 goes: one division of a slot for 4 tokens
-//     quantize   a scale tile is 16 lanes (V32_FP8, 128 values) or 8 lanes (V4_FP8, 64 values) of either half of the
+//     quantize   a scale tile is 16 lanes (V32_FP8, 128 values) 8 lanes (V4_FP8, 64 values) or 4 (V41_FP8, 32 values) of either half of the
 //                row. The largest magnitudes of two scale tiles, one of each half, are found by shuffles in one
 //                register. PLAIN_FP8: the call's scale for all, the RoPE values too
 //     store      8 bytes of e4m3 or 16 of bf16 a chunk, side by side with the neighbours' chunks
@@ -34,8 +34,8 @@ struct PackParams {
     int32_t block_size;
     int32_t num_tokens;
     int32_t power_of_two;  // V32_FP8: round scales up to powers of two
-    int32_t unused;
-    CallScale k_scale;  // PLAIN_FP8: the scale of all rows
+    float least_scale;     // UE8M0 scales: the least one, a power of two
+    CallScale k_scale;     // PLAIN_FP8: the scale of all rows
 };
 
 constexpr int ROWS = 4, WARPS = TOKENS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
@@ -58,8 +58,8 @@ __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<
                                             const Vec16& second) {
     const float scale = load_call_scale(p.k_scale);
     uint8_t* row = p.cache + to.data + threadIdx.x % 32 * CHUNK;
-    *reinterpret_cast<Vec8*>(row) = quantize_8(first, scale);
-    *reinterpret_cast<Vec8*>(row + 32 * CHUNK) = quantize_8(second, scale);
+    *reinterpret_cast<Vec8*>(row) = quantize_8<true>(first, scale);
+    *reinterpret_cast<Vec8*>(row + 32 * CHUNK) = quantize_8<true>(second, scale);
 }
 
 #else
@@ -69,8 +69,8 @@ __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<
     constexpr int TILE_LANES = SCALE_TILE / CHUNK;
     const int lane = threadIdx.x % 32, rope_chunk = 32 + lane - D_NOPE / CHUNK;  // V32_FP8: never reaches 0
     const uint32_t amax = tile_amax<TILE_LANES>(first, second);
-    const float scale = scale_of_values(bf16_low(amax), p.power_of_two),
-                second_scale = scale_of_values(bf16_high(amax), p.power_of_two);
+    const float scale = scale_of_values(bf16_low(amax), p.power_of_two, p.least_scale),
+                second_scale = scale_of_values(bf16_high(amax), p.power_of_two, p.least_scale);
     uint8_t *row = p.cache + to.data, *scales = p.cache + to.scales;
     *reinterpret_cast<Vec8*>(row + lane * CHUNK) = quantize_8(first, scale);
     if (rope_chunk < 0) {
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1) pack(cons
     const int64_t rope_to = __shfl_sync(~0u, mine.data, rope_row);
     if (ROPE_CODED && rope_to >= 0) {
         *reinterpret_cast<Vec8*>(p.cache + rope_to + D_V + rope_chunk * CHUNK) =
-            quantize_8(rope, load_call_scale(p.k_scale));
+            quantize_8<true>(rope, load_call_scale(p.k_scale));
     } else if (ROPE_APART && rope_to >= 0) {
         store_chunk(reinterpret_cast<bf16*>(p.cache + rope_to + ROPE_OFFSET) + rope_chunk * CHUNK, rope, ALIGNED);
     }

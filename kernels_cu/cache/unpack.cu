@@ -7,6 +7,7 @@
 // zeros. No shared memory.
 #include "rows/call_scale.cuh"
 #include "rows/integers.cuh"
+#include "rows/mxfp4.cuh"
 #include "rows/place.cuh"
 #include "rows/scales.cuh"
 
@@ -38,9 +39,15 @@ __device__ __forceinline__ float value_at(const UnpackParams&, const uint8_t* da
 __device__ __forceinline__ float value_at(const UnpackParams& p, const uint8_t* data, const uint8_t* scales,
                                           int value) {
     if (value >= D_NOPE) return bf16_to_float(reinterpret_cast<const bf16*>(data + ROPE_OFFSET)[value - D_NOPE]);
+#if MXFP4
+    const uint32_t code = data[value / 2] >> value % 2 * 4;
+    return multiply_exactly(e2m1_to_float(code), load_scale(scales, value / SCALE_TILE));
+#else
     float v[4];
     e4m3x4_to_float(data[value], v);
-    return multiply_exactly(v[0], scale_of_value(p.k_scale, scales, value));
+    const float scale = scale_of_value(p.k_scale, scales, value);
+    return scale == 0.0f ? 0.0f : multiply_exactly(v[0], scale);  // whatever is stored under a scale of 0
+#endif
 }
 
 #endif

@@ -5,7 +5,7 @@
 //   one thread   a block: 8 logits, by two 16-byte loads where the row's range begins at a multiple of 4 and rows do
 //
 // No shared memory.
-#include "indexer/row_range.cuh"
+#include "indexer/topk/row_range.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/global.cuh"
 

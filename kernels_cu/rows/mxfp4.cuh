@@ -64,6 +64,13 @@ __device__ __forceinline__ uint32_t join_scales(uint32_t scale, int lane) {
     return scales | __shfl_xor_sync(~0u, scales, 8);
 }
 
+// The number of a code, of which the lowest four bits count.
+__device__ __forceinline__ float e2m1_to_float(uint32_t code) {
+    const uint32_t exponent = code >> 1 & 3, fraction = code & 1;
+    const float magnitude = exponent == 0 ? 0.5f * fraction : __uint_as_float(exponent + 126 << 23 | fraction << 22);
+    return code & 8 ? -magnitude : magnitude;
+}
+
 // --- to e4m3 --------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t largest_scale(uint32_t scales) {

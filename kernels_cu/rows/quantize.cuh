@@ -56,6 +56,11 @@ __device__ __forceinline__ uint32_t sign_bits(uint32_t low, uint32_t high) {
     return __byte_perm(low, high, 0x7531) & 0x80808080u;
 }
 
+// Codes under a scale, zeros under a scale of 0: writers may have left NaN there.
+__device__ __forceinline__ Vec8 codes_under(const Vec8& codes, float scale) {
+    return scale == 0.0f ? Vec8{0, 0} : codes;
+}
+
 // Eight e4m3 bytes times a scale, to eight bf16.
 __device__ __forceinline__ Vec16 dequantize_8(const Vec8& codes, float scale) {
     float lo[4], hi[4];
@@ -74,6 +79,8 @@ __device__ __forceinline__ Vec16 dequantize_8(const Vec8& codes, float scale) {
 // as rcp.approx may be: for every scale amax / 448 of at least 2^-126 (amax a finite bf16 or AMAX_FLOOR), for the powers of
 // two above these, and for every bf16 x up to amax. Of 5.3e9 bytes none differs. Under an infinite scale numbers become 0
 // and infinities NaN. The corrected quotient of -0 is +0, hence the sign bits.
+// SATURATES: the scale does not follow from the values, so quotients may be infinite, which become +-448.
+template <bool SATURATES = false>
 __device__ __forceinline__ Vec8 quantize_8(const Vec16& x, float scale) {
     float v[CHUNK];
     widen_8(x, v);
@@ -87,7 +94,8 @@ __device__ __forceinline__ Vec8 quantize_8(const Vec16& x, float scale) {
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) {
         const float q = v[i] * reciprocal;
-        v[i] = fmaf(fmaf(-q, scale, v[i]), reciprocal, q);
+        const bool infinite = SATURATES && fabsf(q) == INF;  // its remainder is NaN
+        v[i] = infinite ? q : fmaf(fmaf(-q, scale, v[i]), reciprocal, q);
     }
     const Vec8 codes = pack_e4m3_8(v);
     return {codes.x | sign_bits(x.x, x.y), codes.y | sign_bits(x.z, x.w)};

@@ -9,8 +9,9 @@
 constexpr float FLOAT_MIN = 1.17549435e-38f;  // the least normal float32
 
 // The scale of values of which the largest magnitude is `amax`. `power_of_two`: float32 scales are to be powers of two.
-__device__ __forceinline__ float scale_of_values(float amax, bool power_of_two) {
-    if (SCALE_E8M0) return power_of_two_from(scale_from_amax(fmaxf(amax, AMAX_FLOOR)));
+// `least`: the least UE8M0 scale, a power of two.
+__device__ __forceinline__ float scale_of_values(float amax, bool power_of_two, float least) {
+    if (SCALE_E8M0) return power_of_two_from(fmaxf(scale_from_amax(amax), least));
     const float ratio = scale_from_amax(amax);
     return power_of_two ? power_of_two_from(fmaxf(ratio, AMAX_FLOOR)) : fmaxf(ratio, FLOAT_MIN);
 }

@@ -1,4 +1,4 @@
-// Layout V32_FP8: 512 e4m3, 4 float32 scales, 64 bfloat16, together in 656 bytes.
+// Layouts V32_FP8: 512 e4m3, 4 float32 scales, 64 bfloat16, together in 656 bytes; V32_NOPE_FP8: without the bfloat16.
 #pragma once
 #include "rows/paged.cuh"
 #include "rows/place.cuh"

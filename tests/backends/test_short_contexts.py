@@ -13,6 +13,7 @@ import pytest
 import cupy_mla
 from cupy_mla import SparseMLAConfig
 from cupy_mla.arrays import HOST
+from cupy_mla.backends.index_groups import IndexGroups, layer_sources
 from cupy_mla.backends.sparse_mla import SparseMLAImpl
 from cupy_mla.backends.workspace import Workspace
 from cupy_mla.bridges import Place
@@ -176,6 +177,21 @@ def test_steps_one_after_the_other(kind, rng, path: str) -> None:
     for query_lens, longest in (([2] * 5, TOPK), ([2, 2], TOPK - 5), ([1] * 3, TOPK + 9), ([1, 0, 0], TOPK)):
         step = step_of(rng, query_lens, longest)
         assert_result(attend(engine, step, engine.builder.build(step.batch))[0], step.want)
+
+
+@pytest.mark.parametrize("query_lens", [[2, 2], [2, 2, 5]], ids=str)
+def test_layers_that_share_a_list(kind, rng, query_lens: list[int]) -> None:
+    """With a sink: decodes leave the list alone, which `IndexGroups` has converted; prefills beside them read it."""
+    step = make_step(rng, HEADS, query_lens, [TOPK, 7, 40][: len(query_lens)], all_listed=True)
+    engine, put = engine_of(kind, "separate"), kind.put
+    groups = IndexGroups(engine.impl.config, layer_sources(2, [0]), engine.workspace.place)
+    metadata = engine.builder.build(step.batch)
+    groups.build(metadata)
+    groups.put(0, put(poisoned_lists(step, metadata)))
+    got = engine.impl.forward_mqa(
+        put(step.q), put(step.caches["v32_fp8"]), metadata, groups.get(1), sinks=put(step.sinks)
+    )  # fmt: skip
+    assert_result(kind.take(got), step.want_with_sinks)
 
 
 def test_a_cache_and_results_with_gaps(kind, rng) -> None:

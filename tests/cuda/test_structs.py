@@ -66,9 +66,10 @@ def test_sizes_of_the_kernels_structs():
     assert fields["q"] == 144
     assert fields["scale_log2"] == 144 + 8 * (4 + 4 + 1 + 1 + 3 + 4 + 1) == 288
     assert fields["order"] == 288 + 4 * 6 == 312
-    assert structs.ATTENTION.size == 320 + 8 + 8 + 5 * 4 + 4 + 8 == 368  # 5 numbers, and padding
-    assert layout(structs.GROUPED)["list_lengths"] == 368
-    assert structs.GROUPED.size == 368 + 6 * 8 + 5 * 4 + 4 == 440
+    assert fields["q_scale.on_device"] == 320 + 8 + 8 + 5 * 4 + 4 + 8 == 368  # 5 numbers, and padding
+    assert structs.ATTENTION.size == 368 + 2 * 16 == 400
+    assert layout(structs.GROUPED)["list_lengths"] == 400
+    assert structs.GROUPED.size == 400 + 6 * 8 + 5 * 4 + 4 == 472
     assert layout(structs.BLOCK_TABLE)["block_size.value"] == 24
     assert structs.BLOCK_TABLE.size == 40  # 36, and padding
 
@@ -158,8 +159,8 @@ def attention_with(**changes: str | Struct | None) -> Struct:
     """`struct AttentionParams` with wrong fields: other types, or (None) fields left out."""
     fields: dict[str, str | Struct] = {}
     for field, _ in structs.ATTENTION._own:
-        known = structs.ATTENTION.index.get(field)
-        fields[field] = structs.SOURCE if known is None else structs.ATTENTION.codes[known]
+        nested = structs.ATTENTION._own_inner[field]
+        fields[field] = nested or structs.ATTENTION.codes[structs.ATTENTION.index[field]]
     assert Struct("AttentionParams", **fields).offsets == structs.ATTENTION.offsets
     return Struct("AttentionParams", **{f: code for f, code in (fields | changes).items() if code is not None})
 

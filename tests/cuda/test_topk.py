@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cupy_mla import topk_indices
-from cupy_mla.arguments import PagedKeys, RaggedKeys
+from cupy_mla.arguments import PagedKeys, RaggedKeys, Selection
 from cupy_mla.bridges import describe
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, logits, topk
@@ -173,8 +173,8 @@ def test_logits_fit_the_workspace(limit: int) -> None:
     chosen = describe("out", np.zeros((60, 9), np.int32))
     row = 4 * 44  # bytes of the logits over 41 keys
     for least, program in (
-        (row, topk.select_rows(gpu, RaggedKeys(*rows), 9, None, None, None, limit, chosen)),
-        (3 * row, topk.select_rows_paged(gpu, PagedKeys(*pages, None), 41, 9, True, limit, chosen)),
+        (row, topk.select_rows(gpu, RaggedKeys(*rows), Selection(9, limit, chosen), None, None, None)),
+        (3 * row, topk.select_rows_paged(gpu, PagedKeys(*pages, None), Selection(9, limit, chosen), 41, True)),
     ):
         steps = [step.params.values[LOGITS.index["out"]] for step in program if step.params.of is LOGITS]
         assert len({out.slot for out in steps}) == 1
@@ -247,7 +247,7 @@ def test_only_selections_make_no_logits_of_short_rows() -> None:
     }  # fmt: skip
     rows = [describe(name, a) for name, a in of.items()]
     chosen = describe("out", np.zeros((6, 9), np.int32))
-    program = topk.select_rows(gpu, RaggedKeys(*rows), 9, None, None, None, 4 * 40 * 4, chosen)
+    program = topk.select_rows(gpu, RaggedKeys(*rows), Selection(9, 4 * 40 * 4, chosen), None, None, None)
     assert all_chosen(program) == [9, 9]
     assert all_chosen(
         logits.indexer_logits(gpu, RaggedKeys(*rows), True, False, describe("out", np.zeros((6, 40), np.float32)))
@@ -258,18 +258,24 @@ def test_only_selections_make_no_logits_of_short_rows() -> None:
         "w": np.zeros((6, 64), np.float32), "lens": np.zeros(3, np.int32), "table": np.zeros((3, 1), np.int32),
     }  # fmt: skip
     pages = [describe(name, a) for name, a in of.items()]
-    assert all_chosen(topk.select_rows_paged(gpu, PagedKeys(*pages, None), 40, 9, True, 1 << 20, chosen)) == [9]
+    assert all_chosen(
+        topk.select_rows_paged(gpu, PagedKeys(*pages, None), Selection(9, 1 << 20, chosen), 40, True)
+    ) == [9]
     out = describe("out", np.zeros((6, 40), np.float32))
     assert all_chosen(logits.paged_indexer_logits(gpu, PagedKeys(*pages, None), True, out)) == [0]
 
     schedule = describe("schedule", np.zeros((4, 32), np.int32))  # its shares count the logits of every row
-    assert all_chosen(topk.select_rows_paged(gpu, PagedKeys(*pages, schedule), 40, 9, True, 1 << 20, chosen)) == [0]
-    assert all_chosen(topk.select_rows_paged(gpu, PagedKeys(*pages, schedule), 40, 9, True, 4 * 40 * 2, chosen)) == [
+    assert all_chosen(
+        topk.select_rows_paged(gpu, PagedKeys(*pages, schedule), Selection(9, 1 << 20, chosen), 40, True)
+    ) == [0]
+    assert all_chosen(
+        topk.select_rows_paged(gpu, PagedKeys(*pages, schedule), Selection(9, 4 * 40 * 2, chosen), 40, True)
+    ) == [
         9,
         9,
         9,
     ]
     # No row is longer than k.
     for width, launches in ((9, []), (10, [0])):
-        program = topk.select_rows_paged(gpu, PagedKeys(*pages, schedule), width, 9, True, 1 << 20, chosen)
+        program = topk.select_rows_paged(gpu, PagedKeys(*pages, schedule), Selection(9, 1 << 20, chosen), width, True)
         assert (all_chosen(program), len(program)) == (launches, 1 + len(launches))

@@ -8,8 +8,8 @@ import pytest
 from cupy_mla.cuda.attention.choose import VARIABLE
 
 from .. import oracle
-from ..cases import queries, sinks
-from ..dense import Requests, check_dense, in_cache, off_zero, run_dense, some_view
+from ..cases import sinks
+from ..dense import Requests, check_dense, dense_queries, in_cache, off_zero, run_dense, some_view
 from ..kinds import gapped
 from ..ops import test_dense_decode as of_operation
 from .emulator import EmulatedGPU, needs_compiler
@@ -18,7 +18,7 @@ from .test_portable import TILE_ROWS, mmas_of_lost, mmas_of_tile
 pytestmark = needs_compiler
 
 SHAPES = pytest.mark.parametrize("name", TILE_ROWS)
-FORMATS = pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
+FORMATS = pytest.mark.parametrize("fmt", oracle.DENSE_FORMATS, ids=lambda fmt: fmt.name)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_requests(kind, emulated, rng, monkeypatch, force, name, fmt, num_splits
     b, s_q, h_q = int(rng.choice([1, 2, 5, 17])), int(rng.choice([1, 2, 5])), int(rng.integers(heads // 2, heads) + 1)
     block_size, sees = int(rng.choice([1, 16, 48, 64, 256])), some_view(rng)
     of = in_cache(rng, fmt, some_lengths(rng, b), block_size, s_q, sees, gap=int(rng.integers(3)))
-    q = off_zero(fmt, gapped(queries(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, 8), of)
+    q = off_zero(fmt, gapped(dense_queries(rng, fmt, b, s_q, h_q), 0, 0, 1, 8), of)
     check_dense(kind, fmt, q, of, sink=sinks(rng, h_q), num_splits=num_splits, out_gaps=(0, 1, 2, 3))
     check_products(emulated, fmt, of, h_q, TILE_ROWS[name])
 
@@ -73,7 +73,7 @@ def test_tokens_see_rows_of_their_own(kind, rng, monkeypatch, name, fmt, sees):
     monkeypatch.setenv(VARIABLE, name)
     of_operation.test_queries_of_a_request_see_rows_of_their_own(kind, rng, fmt, sees)
     of = in_cache(rng, fmt, [3, 60, 130], 64, 8, sees)
-    q = off_zero(fmt, queries(rng, 3, 8, 6, fmt.d_qk), of)
+    q = off_zero(fmt, dense_queries(rng, fmt, 3, 8, 6), of)
     check_dense(kind, fmt, q, of, num_splits=int(rng.integers(2, 20)))
 
 
@@ -90,7 +90,7 @@ def test_blocks_that_are_not_there(kind, emulated, rng, monkeypatch, name, fmt):
     of.table[1, :] = -(2**31)
     of.table = of.table[:, :20]
     of.lens[4] = -5
-    q = off_zero(fmt, queries(rng, 5, 3, 20, fmt.d_qk), of)
+    q = off_zero(fmt, dense_queries(rng, fmt, 5, 3, 20), of)
     out, _ = check_dense(kind, fmt, q, of, num_splits=rng.choice([None, 2]))
     assert not out[[1, 4]].astype(np.float32).any()
     check_products(emulated, fmt, of, 20, TILE_ROWS[name])
@@ -104,14 +104,14 @@ def test_rows_at_odd_places(kind, rng, monkeypatch, fmt, name):
     monkeypatch.setenv(VARIABLE, name)
     of = in_cache(rng, fmt, [90, 40], 16, 2)
     of.cache = gapped(of.cache, 0, 1, 3)
-    check_dense(kind, fmt, off_zero(fmt, queries(rng, 2, 2, 9, fmt.d_qk), of), of)
+    check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, 2, 2, 9), of), of)
 
 
 @pytest.mark.long(sample=1)
 @FORMATS
 def test_bits_of_a_request(kind, rng, fmt):
     """They depend on nothing else in the batch, nor on the table's width, where a call asks for that."""
-    of, q = in_cache(rng, fmt, some_lengths(rng, 9), 64, 2), queries(rng, 9, 2, 16, fmt.d_qk)
+    of, q = in_cache(rng, fmt, some_lengths(rng, 9), 64, 2), dense_queries(rng, fmt, 9, 2, 16)
     out, lse = run_dense(kind, q, of, batch_invariant=True)
     for r in rng.choice(9, 3):
         table = np.pad(of.table[r : r + 1], ((0, 0), (0, int(rng.integers(2000)))), constant_values=-1)
@@ -126,7 +126,7 @@ def test_bits_of_a_request(kind, rng, fmt):
 def test_a_call_again_with_other_lengths(kind, rng, fmt):
     """Nothing of a call stays from the one before: lengths and blocks are those that then lie in the arrays."""
     of = in_cache(rng, fmt, some_lengths(rng, 7), 64, 2)
-    q, longest = queries(rng, 7, 2, 16, fmt.d_qk), of.lens
+    q, longest = dense_queries(rng, fmt, 7, 2, 16), of.lens
     for _ in range(3):
         check_dense(kind, fmt, off_zero(fmt, q, of), of)
         of.lens = rng.integers(0, longest + 1, dtype=np.int32)

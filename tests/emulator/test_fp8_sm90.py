@@ -85,14 +85,19 @@ def test_empty_tiles(force, kind, rng, fmt, division):
 @pytest.mark.parametrize("division", ["whole", "clusters(splits=3, cluster=3)", evenly.shares(32, ctas=7)], ids=str)
 @pytest.mark.parametrize("fmt", [oracle.PLAIN_576, oracle.PLAIN_512], ids=lambda fmt: fmt.name)
 def test_a_scale_of_the_call(force, kind, rng, fmt, division):
-    """It is that of all rows, which the host knows or the device."""
-    fmt = replace(fmt, scale=float(np.float32(2.0 ** rng.uniform(-9, -4))))
+    """It is that of all rows, which the host knows or the device; queries may be e4m3, too."""
+    fmt, e4m3_q, on_device = replace(fmt, scale=float(np.float32(2.0 ** rng.uniform(-9, -4)))), *rng.integers(2, size=2)
     main, _ = with_empty_tiles(rng, fmt, extra=False, lengths=bool(rng.integers(2)))
-    q = off_zero(fmt, queries(rng, B, 1, int(rng.integers(1, 33)), fmt.d_qk), main)
+    q, scales = queries(rng, B, 1, int(rng.integers(1, 33)), fmt.d_qk), {"k_scale": fmt.scale}
+    codes = oracle.e4m3_code(4 * q.astype(np.float32))
+    if e4m3_q:
+        q, scales["q_scale"] = oracle.E4M3[codes] / 4, 0.25
+    near_zero = off_zero(fmt, q, main) != q
+    q[near_zero], codes[near_zero] = 0, 0
     force(division=division)
-    scale = kind.put(np.array([fmt.scale], np.float32)) if rng.integers(2) else fmt.scale
-    arrays = map(kind.put, (q, main.cache, main.indices))
-    got = cupy_mla.sparse_decode(*arrays, scale_of(q, None), topk_length=kind.put(main.length), k_scale=scale)
+    arrays = map(kind.put, (codes if e4m3_q else q, main.cache, main.indices))
+    given = {name: kind.put(np.array([x], np.float32)) if on_device else x for name, x in scales.items()}
+    got = cupy_mla.sparse_decode(*arrays, scale_of(q, None), topk_length=kind.put(main.length), **given)
     want = decode_oracle(fmt, q, main)
     oracle.assert_close(check_result(kind, got[0], BF16), want[0], "decode out")
     oracle.assert_close(check_result(kind, got[1], np.dtype(np.float32)), want[1], "decode lse")

@@ -45,5 +45,6 @@ def test_hostile_candidates(kind, rng):
     of_candidates.test_hostile_candidates(kind, rng)
 
 
-def test_rows_of_candidates(kind, rng):
-    of_candidates.test_select_candidate_rows(kind, rng, 20, of_candidates.MXFP4)
+@pytest.mark.parametrize("k", [20, 39, 300])
+def test_rows_of_candidates(kind, rng, k):
+    of_candidates.test_select_candidate_rows(kind, rng, k, of_candidates.MXFP4)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from .. import oracle
+from ..ops import test_mxfp4 as of_mxfp4
 from ..ops import test_unpack as of_operation
 from .emulator import needs_compiler
 
@@ -25,3 +26,8 @@ def test_every_code_and_every_scale(kind, rng, fmt) -> None:
 
 def test_no_blocks(kind) -> None:
     of_operation.test_no_rows(kind)
+
+
+@pytest.mark.parametrize("block_size", [1, 64])
+def test_mxfp4(kind, rng, block_size: int) -> None:
+    of_mxfp4.test_unpack_rows(kind, rng, block_size)

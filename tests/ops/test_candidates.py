@@ -135,7 +135,7 @@ def test_candidate_logits(kind, rng, tokens: int, heads: int, block_size: int, b
 
 
 @pytest.mark.parametrize("token_bytes", [FP8, MXFP4])
-@pytest.mark.parametrize("k", [1, 20, 300])
+@pytest.mark.parametrize("k", [1, 20, 39, 300])
 def test_select_candidate_rows(kind, rng, k: int, token_bytes: int) -> None:
     """The largest of the logits of candidates, by positions; in chunks as well."""
     inputs = candidates_of(rng, 11, 24, 16, 5, True, token_bytes)

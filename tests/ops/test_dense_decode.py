@@ -11,14 +11,24 @@ import cupy_mla
 
 from .. import oracle
 from ..cases import Output, paged_rows, queries, sinks
-from ..dense import Requests, Sees, assert_dense, check_dense, dense_oracle, in_cache, off_zero, run_dense
+from ..dense import (
+    Requests,
+    Sees,
+    assert_dense,
+    check_dense,
+    dense_oracle,
+    dense_queries,
+    in_cache,
+    off_zero,
+    run_dense,
+)
 from ..kinds import BF16, E4M3, NumPy, gapped, make, poisoned
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 HEADS = (1, 7, 16, 33, 64, 65, 128)
-BY_NAME = {fmt.name: fmt for fmt in oracle.FORMATS}
-every_format = pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
+BY_NAME = {fmt.name: fmt for fmt in oracle.DENSE_FORMATS}
+every_format = pytest.mark.parametrize("fmt", oracle.DENSE_FORMATS, ids=lambda fmt: fmt.name)
 every_view = pytest.mark.parametrize(
     "sees", [Sees(), Sees(False), Sees(True, 1), Sees(True, 40), Sees(False, 70), Sees(True, 10**6)], ids=str
 )
@@ -32,7 +42,7 @@ def test_sizes(kind, rng, fmt, block_size, b, s_q, h_q):
     """Lengths of any number of blocks, among them the first rows of a block and the last."""
     edges = [1, block_size - 1, block_size, block_size + 1, 2 * block_size, int(rng.integers(1, 300))]
     of = in_cache(rng, fmt, rng.choice(edges, b), block_size, s_q)
-    check_dense(kind, fmt, off_zero(fmt, queries(rng, b, s_q, h_q, fmt.d_qk), of), of)
+    check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, b, s_q, h_q), of), of)
 
 
 @given(st.data())
@@ -47,7 +57,7 @@ def test_generated(kind, data):
     sees = Sees(draw(True, False), draw(None, None, 1, 17, 64))
     of = in_cache(rng, fmt, lens, draw(1, 3, 16, 64, 256), s_q, sees, gap=draw(0, 1, 5))
     sink = sinks(rng, h_q) if draw(False, True) else None
-    q = off_zero(fmt, gapped(queries(rng, len(lens), s_q, h_q, fmt.d_qk), 0, 0, 1, draw(0, 2, 8)), of)
+    q = off_zero(fmt, gapped(dense_queries(rng, fmt, len(lens), s_q, h_q), 0, 0, 1, draw(0, 2, 8)), of)
     gaps = draw(None, (0, 0, 0, 0), (0, 1, 0, 2), (1, 0, 1, 8))
     check_dense(kind, fmt, q, of, sink=sink, num_splits=draw(None, 1, 2, 5, 40), out_gaps=gaps)
 
@@ -57,7 +67,7 @@ def test_generated(kind, data):
 def test_queries_of_a_request_see_rows_of_their_own(kind, rng, fmt, sees):
     """Requests of no row, of fewer rows than queries, and longer ones. All rows that no query sees hold NaN."""
     of = in_cache(rng, fmt, [0, 1, 3, 64, 65, 200], 64, 5, sees)
-    q = off_zero(fmt, queries(rng, 6, 5, 8, fmt.d_qk), of)
+    q = off_zero(fmt, dense_queries(rng, fmt, 6, 5, 8), of)
     out, lse = check_dense(kind, fmt, q, of, sink=sinks(rng, 8))
     nothing = np.array([[len(sees.rows(int(n), 5, i)) == 0 for i in range(5)] for n in of.lens])
     assert nothing[0].all()
@@ -70,7 +80,7 @@ def test_queries_of_a_request_see_rows_of_their_own(kind, rng, fmt, sees):
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
 def test_lengths_that_differ_by_a_thousand(kind, rng, fmt, num_splits):
     of = in_cache(rng, fmt, [1, 2000, 2, 0, 40], 64, 2)
-    check_dense(kind, fmt, off_zero(fmt, queries(rng, 5, 2, 20, fmt.d_qk), of), of, num_splits=num_splits)
+    check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, 5, 2, 20), of), of, num_splits=num_splits)
 
 
 @every_format
@@ -81,7 +91,7 @@ def test_lengths_beyond_the_table_and_below_zero(kind, rng, fmt, sees):
     of.table = np.ascontiguousarray(of.table[:, :2])
     of.lens[:] = 129, 150, 2**31 - 1, -1, -(2**31)
     of.sees = sees
-    out, lse = check_dense(kind, fmt, queries(rng, 5, 2, 8, fmt.d_qk), of, num_splits=2)
+    out, lse = check_dense(kind, fmt, dense_queries(rng, fmt, 5, 2, 8), of, num_splits=2)
     assert not out[3:].astype(np.float32).any()
     assert np.isposinf(lse[3:]).all()
 
@@ -95,7 +105,7 @@ def test_blocks_that_the_cache_has_not(kind, rng, fmt):
     of.table[1, 5] = -1
     of.table[2, :2] = -(2**31), num_blocks + 7
     of.table[3, 0] = -7
-    out, lse = check_dense(kind, fmt, queries(rng, 4, 2, 8, fmt.d_qk), of)
+    out, lse = check_dense(kind, fmt, dense_queries(rng, fmt, 4, 2, 8), of)
     assert not out[2].astype(np.float32).any()
     assert np.isposinf(lse[2]).all()
 
@@ -103,7 +113,7 @@ def test_blocks_that_the_cache_has_not(kind, rng, fmt):
 @every_format
 def test_a_cache_or_a_table_of_nothing(kind, rng, fmt):
     of = in_cache(rng, fmt, [70, 3], 64)
-    q = queries(rng, 2, 1, 8, fmt.d_qk)
+    q = dense_queries(rng, fmt, 2, 1, 8)
     for empty in (
         Requests(of.cache[:0], of.table, of.lens, 1, of.sees),
         Requests(of.cache, of.table[:, :0], of.lens, 1, of.sees),
@@ -125,7 +135,7 @@ def test_requests_may_share_blocks(kind, rng, fmt):
     of = in_cache(rng, fmt, [128, 128, 100], 64)
     of.table[1, 0] = of.table[0, 0]
     of.table[2, :2] = of.table[0, 1]
-    check_dense(kind, fmt, queries(rng, 3, 1, 16, fmt.d_qk), of)
+    check_dense(kind, fmt, dense_queries(rng, fmt, 3, 1, 16), of)
 
 
 @every_format
@@ -138,7 +148,7 @@ def test_nan_of_a_seen_row(kind, rng, fmt, num_splits):
         block = of.cache[of.table[1, 2]].reshape(-1)
         block[:] = np.frombuffer(b"\xff" * block.size, np.uint8)
         of = Requests(of.cache, of.table, np.array([100, 130, 70], np.int32), 2, of.sees)
-    q = queries(rng, 3, 2, 16, fmt.d_qk)
+    q = dense_queries(rng, fmt, 3, 2, 16)
     out, lse = run_dense(kind, q, of, num_splits=num_splits)
     assert np.isnan(out[1, 1].astype(np.float32)).all()
     assert np.isnan(lse[1, :, 1]).all()
@@ -151,7 +161,7 @@ def test_nan_of_a_seen_row(kind, rng, fmt, num_splits):
 def test_sinks(kind, rng, fmt):
     """Of every size, and both infinities: they do not change lse."""
     of = in_cache(rng, fmt, [100, 0], 64)
-    q, sink = queries(rng, 2, 1, 6, fmt.d_qk), np.array([np.inf, -np.inf, 0, 5, 30, -30], np.float32)
+    q, sink = dense_queries(rng, fmt, 2, 1, 6), np.array([np.inf, -np.inf, 0, 5, 30, -30], np.float32)
     out, lse = check_dense(kind, fmt, q, of, sink=sink)
     plain = run_dense(kind, q, of)
     assert not out[0, 0, 0].astype(np.float32).any()
@@ -170,9 +180,9 @@ def test_a_bf16_cache_of_any_strides(kind, rng, fmt):
     """Rows apart, so that they start at odd multiples of 2 bytes, and a KV-head axis."""
     of = in_cache(rng, fmt, [100, 37], 16, 2)
     of.cache = gapped(of.cache, 0, 1, 3)
-    check_dense(kind, fmt, queries(rng, 2, 2, 16, fmt.d_qk), of)
+    check_dense(kind, fmt, dense_queries(rng, fmt, 2, 2, 16), of)
     of.cache = of.cache[:, :, None]
-    q = queries(rng, 2, 2, 16, fmt.d_qk)
+    q = dense_queries(rng, fmt, 2, 2, 16)
     got = cupy_mla.dense_decode(*map(kind.put, (q, of.cache, of.table, of.lens)), 0.04)
     of.cache = of.cache[:, :, 0]
     assert_dense(tuple(map(kind.take, got)), dense_oracle(fmt, q, of, sm_scale=0.04))
@@ -182,7 +192,7 @@ def test_a_bf16_cache_of_any_strides(kind, rng, fmt):
 def test_a_cache_of_fp8_items(kind, rng, fmt):
     of = in_cache(rng, fmt, [100, 37], 16)
     of.cache = of.cache.view(E4M3)
-    q = queries(rng, 2, 1, 16, fmt.d_qk)
+    q = dense_queries(rng, fmt, 2, 1, 16)
     out, lse = run_dense(kind, q, of)
     assert_dense((out, lse), dense_oracle(fmt, q, of))
 
@@ -190,8 +200,8 @@ def test_a_cache_of_fp8_items(kind, rng, fmt):
 @every_format
 def test_strided_lengths_tables_and_results(kind, rng, fmt):
     of = in_cache(rng, fmt, [100, 37, 64], 16, 2, gap=2)
-    q = gapped(queries(rng, 3, 2, 20, fmt.d_qk), 1, 0, 1, 8)
-    out = Output(kind, (3, 2, 20, 512), (0, 1, 1, 8))
+    q = gapped(dense_queries(rng, fmt, 3, 2, 20), 1, 0, 1, 8)
+    out = Output(kind, (3, 2, 20, 512), (0, 1, 1, 8), fmt.dtype)
     lse = Output(kind, (3, 20, 2), (0, 1, 3), np.float32)
     got = cupy_mla.dense_decode(
         *map(kind.put, (q, of.cache, of.table, of.lens)), 0.04, out=out.array, lse=lse.array, num_splits=3
@@ -214,7 +224,7 @@ def test_inputs_are_left_alone(kind, rng):
 
 @every_format
 def test_same_bits_every_time(kind, rng, fmt):
-    of, q = in_cache(rng, fmt, [300, 1, 700], 64, 2), queries(rng, 3, 2, 64, fmt.d_qk)
+    of, q = in_cache(rng, fmt, [300, 1, 700], 64, 2), dense_queries(rng, fmt, 3, 2, 64)
     for splits in (None, 4):
         first, second = ([r.tobytes() for r in run_dense(kind, q, of, num_splits=splits)] for _ in range(2))
         assert first == second
@@ -227,7 +237,7 @@ def test_bits_do_not_depend_on_the_batch(kind, rng, fmt, h_q):
     """Nor on the width of the block table. Each of the requests alone, in threes, and with all others."""
     b = 264 if kind.on_gpu else 5
     of = in_cache(rng, fmt, rng.integers(0, 150, b), 64, 2)
-    q = queries(rng, b, 2, h_q, fmt.d_qk)
+    q = dense_queries(rng, fmt, b, 2, h_q)
 
     def run(first, last, more=0):
         table = np.pad(of.table[first:last], ((0, 0), (0, more)), constant_values=-1)
@@ -246,7 +256,7 @@ def test_bits_do_not_depend_on_the_batch(kind, rng, fmt, h_q):
 @pytest.mark.parametrize("fmt", [oracle.V32, oracle.BF16_512], ids=lambda fmt: fmt.name)
 def test_agrees_with_lists_of_all_rows(kind, rng, fmt):
     """A dense decode is a sparse one whose lists name what its queries see, up to rounding."""
-    of, q = in_cache(rng, fmt, [100, 150], 64, 3), queries(rng, 2, 3, 16, fmt.d_qk)
+    of, q = in_cache(rng, fmt, [100, 150], 64, 3), dense_queries(rng, fmt, 2, 3, 16)
     lists = np.full((2, 3, 150), -1, np.int32)
     for r, i in np.ndindex(2, 3):
         slots = of.slots(r, i)
@@ -271,9 +281,9 @@ def test_in_a_captured_graph(rng, fmt):
     caches = [paged_rows(rng, fmt, blocks, 64, np.zeros(0, np.int64)) for _ in range(2)]
     for cache, requests in zip(caches, (of, other), strict=True):
         cache[: requests.cache.shape[0]] = requests.cache
-    q = queries(rng, 4, 2, 16, fmt.d_qk)
+    q = dense_queries(rng, fmt, 4, 2, 16)
     arrays = [kind.put(a) for a in (q, caches[0], of.table, of.lens)]
-    out = kind.put(poisoned((4, 2, 16, 512), BF16))
+    out = kind.put(poisoned((4, 2, 16, 512), fmt.dtype))
     cupy_mla.dense_decode(*arrays, 0.04, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -12,6 +12,7 @@ from cupy_mla import (
     indexer_k_quant_and_cache,
     quantize_indexer_q,
     quantize_indexer_q_mxfp4,
+    unpack_rows,
     widen_mxfp4,
 )
 from tests import oracle, oracle_indices, oracle_mxfp4
@@ -147,6 +148,22 @@ def test_gather(kind, rng, block_size: int, lengths: list[int], widened: bool) -
     scales = rng.integers(100, 130, (blocks, 4 * block_size))
     cache.reshape(blocks, -1)[:, 64 * block_size :] = np.where(rng.random(scales.shape) < 0.01, 255, scales)
     check_gather(kind, cache, table, np.concatenate([[0], np.cumsum(lengths)]), sum(lengths) + 1, widened)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 64])
+def test_unpack_rows(kind, rng, block_size: int) -> None:
+    """What keys are as numbers; of a group whose scale is NaN, NaN."""
+    cache = key_cache(5, block_size, int(rng.integers(0, 2)))
+    whole = cache.reshape(5, -1)
+    whole[:, : 64 * block_size] = rng.integers(0, 256, (5, 64 * block_size))
+    whole[:, 64 * block_size :] = rng.choice([0, 1, 3, 100, 127, 128, 200, 250, 255], (5, 4 * block_size))
+    slots = rng.integers(-2, 5 * block_size + 2, 40)
+    got = kind.take(unpack_rows(kind.put(cache), kind.put(slots)))
+    with np.errstate(over="ignore"):
+        for row, slot in zip(got, slots.tolist(), strict=True):
+            found = 0 <= slot < 5 * block_size
+            want = oracle_mxfp4.values(*oracle_mxfp4.token(cache, slot)) if found else np.zeros(128)
+            np.testing.assert_array_equal(row, want.astype(np.float32))
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (33,), (5, 24)])

@@ -57,6 +57,11 @@ class Sequences:
             2.0**-8 * (1 + np.abs(want).max(axis=1, keepdims=True, initial=0)) * (want != 0).any(axis=1, keepdims=True)
         )
         assert (np.abs(result - want) <= bound).all()
+        rings = self.kind.take(self.tail)
+        for r, first, end in spans:  # the ring has what a later step may read: its last tokens, each at its place
+            for p in range(max(first, end - rings.shape[2]), end):
+                there = rings[self.rings[r], :, p % rings.shape[2]]
+                np.testing.assert_array_equal(there, [self.keys[r, p], self.gates[r, p]])
 
 
 @pytest.mark.parametrize(("kpool", "ring"), [(1, 1), (2, 2), (4, 4), (4, 8), (3, 5), (16, 32)])

@@ -31,9 +31,9 @@ def test_rows_that_no_entry_names_are_not_unpacked(rng, monkeypatch):
     """A cache far larger than the list costs nothing."""
     unpacked = []
 
-    def counted(cache, layout, slots):
+    def counted(cache, layout, slots, *scale):
         unpacked.append(len(slots))
-        return unpack(cache, layout, slots)
+        return unpack(cache, layout, slots, *scale)
 
     unpack = attention.rows_of
     monkeypatch.setattr(attention, "rows_of", counted)

@@ -16,7 +16,7 @@ from ..kinds import E4M3
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
-LAYOUTS = dict(zip(oracle.FORMATS, (layouts.BF16_576, layouts.BF16_512, layouts.V32_FP8, layouts.V4_FP8), strict=True))
+LAYOUTS = dict(zip(oracle.FORMATS, layouts.ATTENTION_LAYOUTS, strict=True))
 
 
 @given(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from ...arguments import Decode, Prefill
 from ...arrays import Array
-from ...dtypes import BFLOAT16
 from ...layouts import Layout
 from .. import structs
 from ..driver import Gpu
@@ -35,8 +34,7 @@ def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
     stride, size = (row_bytes, 1) if a.layout.quantized else (0, max(s_kv, 1))
     problem = Problem(
         gpu, a.layout, True, h_q, s_q, topk, uneven=a.length is not None,
-        aligned=aligned and a.q.aligned(16), groupable=a.sm_scale >= LEAST_SCALE, e4m3_q=a.q.dtype != BFLOAT16,
-        kernel=kernel, division=division,
+        aligned=aligned and a.q.aligned(16), groupable=a.sm_scale >= LEAST_SCALE, kernel=kernel, division=division,
     )  # fmt: skip
     main = structs.SOURCE(
         cache=a.kv.ptr, indices=a.indices.ptr, lengths=pointer(a.length), row_stride=row_bytes,
@@ -87,7 +85,6 @@ def decode_problem(gpu: Gpu, a: Decode, batch_invariant: bool, length: Array | N
         0 if a.extra_indices is None else a.extra_indices.shape[2],
         uneven=length is not None or a.extra_length is not None,
         aligned=_aligned_caches(a.layout, a.cache, a.extra) and a.q.aligned(16), flat=_flat_rows(a.cache, a.extra),
-        e4m3_q=a.q.dtype != BFLOAT16,
         num_splits=a.num_splits or 0, batch_invariant=batch_invariant, kernel=kernel, division=division,
     )  # fmt: skip
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from ...arguments import Decode, DenseDecode, Prefill
 from ...arrays import Array
-from ...dtypes import BFLOAT16
 from ...layouts import Layout
 from .. import structs
 from ..paging import call_scale, pointer
@@ -87,7 +86,7 @@ def params_of(
     """
     wide_out = a.out.aligned(16)
     flags |= WIDE_OUT * wide_out | ALIGNED_OUT * (wide_out or a.out.aligned(4))
-    flags |= ALIGNED_Q * (problem.aligned or a.q.aligned(4)) | E4M3_Q * (a.q.dtype != BFLOAT16)
+    flags |= ALIGNED_Q * (problem.aligned or a.q.aligned(4)) | E4M3_Q * (a.q.dtype.itemsize == 1)
     return structs.ATTENTION(
         **DIVIDED, **fields, main=main, extra=extra, q=a.q.ptr, out=a.out.ptr, lse=a.lse.ptr, sink=pointer(a.sink),
         scale_log2=a.sm_scale * LOG2_E, flags=flags, q_scale=call_scale(a.q_scale), k_scale=call_scale(a.k_scale),

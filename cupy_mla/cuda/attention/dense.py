@@ -10,7 +10,6 @@ from functools import lru_cache
 from types import ModuleType
 
 from ...arguments import DenseDecode
-from ...dtypes import BFLOAT16
 from .. import structs
 from ..driver import Gpu
 from ..paging import block_table, divisor
@@ -58,7 +57,7 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> 
     seen = min(capacity, a.window + s_q) if a.window else capacity
     problem = DenseProblem(
         gpu, a.layout, h_q, s_q, b, capacity, seen, block_size,
-        rows_aligned and a.q.aligned(16), a.q.dtype != BFLOAT16, a.num_splits or 0, batch_invariant, kernel, division,
+        rows_aligned and a.q.aligned(16), a.num_splits or 0, batch_invariant, kernel, division,
     )  # fmt: skip
     size = a.cache.dtype.itemsize
     main = structs.SOURCE(

@@ -27,7 +27,6 @@ class _Fields(NamedTuple):
     aligned: bool = True
     flat: bool = True
     groupable: bool = True
-    e4m3_q: bool = False
     num_splits: int = 0
     batch_invariant: bool = False
     kernel: str = ""
@@ -48,7 +47,6 @@ class Problem(_Fields):
         aligned: rows and q are, to 16 bytes.
         flat: one stride leads from every bf16 row to the next, also from block to block, and there is one cache.
         groupable: `sm_scale` lets query groups mask rows.
-        e4m3_q: queries are float8_e4m3fn.
         num_splits: splits of a query's rows that the caller asks for; 0: to be chosen.
         batch_invariant: the choice must not depend on the number of queries.
         kernel: the name of the kernel that is to run; "": any.
@@ -72,7 +70,7 @@ class Problem(_Fields):
 
     def __new__(cls, *fields: Any, **more: Any) -> Problem:
         made = super().__new__(cls, *fields, **more)
-        gpu, _, prefill, _, _, entries, extra, uneven, aligned, _, _, _, _, invariant, kernel, division = made
+        gpu, _, prefill, _, _, entries, extra, uneven, aligned, _, _, _, invariant, kernel, division = made
         made.asks, made.fixed = kernel != "" or division != "", invariant and not kernel
         made.on_hopper = aligned and gpu.capability == 90
         made.rows = entries + extra
@@ -95,8 +93,7 @@ class Problem(_Fields):
         said = {
             "of unequal lengths": self.uneven, "rows or q not aligned to 16 bytes": not self.aligned,
             "rows not in one flat array": not self.flat and not self.layout.quantized,
-            "masks not possible at this sm_scale": not self.groupable, "q in e4m3": self.e4m3_q,
-            f"num_splits {self.num_splits}": self.num_splits,
+            "masks not possible at this sm_scale": not self.groupable, f"num_splits {self.num_splits}": self.num_splits,
             "batch-invariant": self.batch_invariant, f"kernel {self.kernel}": self.kernel,
             f"division {self.division}": self.division,
         }  # fmt: skip
@@ -137,7 +134,6 @@ class DenseProblem(NamedTuple):
         rows: of these, that a request's queries may see.
         block_size: rows of a block.
         aligned: rows and q are, to 16 bytes.
-        e4m3_q: queries are float8_e4m3fn.
         num_splits: splits of a query's rows that the caller asks for; 0: to be chosen.
         batch_invariant: the choice must not depend on the number of requests or the table's width.
         kernel: the name of the kernel that is to run; "": any.
@@ -153,7 +149,6 @@ class DenseProblem(NamedTuple):
     rows: int
     block_size: int
     aligned: bool = True
-    e4m3_q: bool = False
     num_splits: int = 0
     batch_invariant: bool = False
     kernel: str = ""
@@ -163,7 +158,6 @@ class DenseProblem(NamedTuple):
         return (
             f"dense decode of {self.heads} heads over {self.layout.name} rows of {self.layout.d_qk}, {self.requests} x "
             f"{self.tokens} queries, {self.rows} rows at most in blocks of {self.block_size}"
-            + (", q in e4m3" if self.e4m3_q else "")
             + ("" if self.aligned else ", rows or q not aligned to 16 bytes")
             + f", compute capability {self.gpu.capability / 10}"
         )

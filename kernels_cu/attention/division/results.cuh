@@ -1,7 +1,7 @@
 // What an attention kernel leaves: the output, lse and max_logits of a query, or the partial result of a split.
 #pragma once
 #include "attention/params.cuh"
-#include "ptx/convert.cuh"
+#include "rows/items.cuh"
 #include "tile/softmax.cuh"
 
 // One head's softmax over some rows, in base 2. No valid row: max and lse are -inf.
@@ -25,7 +25,7 @@ __device__ __forceinline__ void write_statistics(const AttentionParams& p, Query
 __device__ __forceinline__ void write_output(const AttentionParams& p, Query q, int head, int column, float x,
                                              float y) {
     bf16* to = out_of(p, q, head, column);
-    const uint32_t packed = pack_bf16x2(x, y);
+    const uint32_t packed = pack_items(x, y);
     if (p.flags & ALIGNED_OUT) {
         *reinterpret_cast<uint32_t*>(to) = packed;
     } else {

@@ -6,13 +6,19 @@
 __device__ __forceinline__ const Query& query_at(const AttentionParams&, const Query& query, int) { return query; }
 __device__ __forceinline__ const int& head_at(const AttentionParams&, const int& line) { return line; }
 
+// So many bytes further: items of an e4m3 q.
+__device__ __forceinline__ const bf16* in_bytes(const bf16* q, int64_t bytes) {
+    return reinterpret_cast<const bf16*>(reinterpret_cast<const uint8_t*>(q) + bytes);
+}
+
 // Where Q of an item's first line is, and of one further on; how many neighbours stand side by side.
 using FirstQ = const bf16*;
 __device__ __forceinline__ FirstQ first_q(const AttentionParams& p, const Query& query, int line) {
-    return q_of(p, query, line);
+    const bf16* q = q_of(p, query, line);
+    return has_e4m3_q(p) ? in_bytes(p.q, q - p.q) : q;
 }
 __device__ __forceinline__ const bf16* further_q(const AttentionParams& p, const FirstQ& q, int lines) {
-    return q + lines * p.q_h;
+    return has_e4m3_q(p) ? in_bytes(q, lines * p.q_h) : q + lines * p.q_h;
 }
 __device__ __forceinline__ int neighbours_in_q(const AttentionParams& p) { return p.q_h == D_QK ? GROUP_HEADS : 1; }
 

@@ -65,7 +65,7 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int st
     const Attended& w = ONE_TURN ? known : small().attended[turn % 2];
     float logit_scale;
     if (Division::split_of(p, turn) == 0) {
-        logit_scale = Q_E4M3 ? load_q_e4m3(p, turn, w) : load_q(p, turn, w, r);
+        logit_scale = has_e4m3_q(p) ? load_q_e4m3(p, turn, w, r) : load_q(p, turn, w, r);
         if (END == End::KEEP) small().logit_scale = logit_scale;  // all threads have the same
     } else {
         mbarrier_wait(shared_address(&small().q_full), turn & 1);

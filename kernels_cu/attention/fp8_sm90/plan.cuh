@@ -32,12 +32,7 @@ constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS;
 // Pairs take fewer instructions.
 constexpr int UNIT_TILES = Division::EQUAL_SPLITS ? 1 : 2;
 constexpr int UNIT_STAGES = UNIT_TILES * TILE_STAGES;
-// Rows of 576 e4m3 that ldmatrix alone reads stand in pairs, with 16 bytes behind each: those of a pair may come by one
-// copy. STRIDE is then the half of a pair.
-constexpr bool PAIRED = Q_E4M3 && ROW_STRIDE % LINE_BYTES == 64;
-constexpr int STRIDE = PAIRED ? ROW_STRIDE + 8 : Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
-// Rows of a stage that stand behind each other as in the cache.
-constexpr int RUN_ROWS = PAIRED ? 2 : STRIDE == ROW_STRIDE ? WARP_ROWS : 1;
+constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = D_QK / 64;  // column blocks of 64; behind those of NoPE is RoPE
 constexpr int LINES_BYTES = HEADS * LINE_BYTES;         // a swizzled line for each head: a column block of Q, or a P
 constexpr int CHUNKS = V32 ? 4 : V4 ? NOPE_BLOCKS : 1;  // ranges of columns with a scale of their own
@@ -52,20 +47,17 @@ constexpr uint32_t MAX_P = 0x7800;  // 2^15 as f16
 constexpr float REF_NONE = -1e30f;
 // A raised reference brings the largest P^T to 2^HEADROOM, far from f16's least values.
 constexpr float HEADROOM = 8.0f;
-static_assert((PAIRED ? 2 : 1) * STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
+static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
 // Named barriers; WARPGROUP_SYNC and P_READY: + warpgroup.
 enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5, PRODUCER_SYNC = 6 };
 
 // Q comes in eight groups of heads, with gaps between them: the same 32 bytes of heads of four groups are in all banks.
-// Not if it is e4m3 (Q_E4M3).
-constexpr int GROUP_HEADS = HEADS / 8, GROUP_GAP = Q_E4M3 ? 0 : 32;
-constexpr int Q_ROW_BYTES = D_QK * (Q_E4M3 ? 1 : 2);
+constexpr int GROUP_HEADS = HEADS / 8, GROUP_GAP = 32;
 
 // Shared memory: Q, P of each warpgroup's tile, the ring, and the rest.
-constexpr int Q_LINES_BYTES = ceil_div(Q_ROW_BYTES, LINE_BYTES) * LINES_BYTES;
-constexpr int Q_AT = 0, P_AT = Q_LINES_BYTES + (Q_E4M3 ? 0 : 1024), RING_AT = P_AT + 2 * LINES_BYTES;
-static_assert(Q_LINES_BYTES + 7 * GROUP_GAP <= P_AT && P_AT % 1024 == 0, "lines of P are swizzled");
+constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES + 1024, RING_AT = P_AT + 2 * LINES_BYTES;
+static_assert(Q_BLOCKS * LINES_BYTES + 7 * GROUP_GAP <= P_AT && P_AT % 1024 == 0, "lines of P are swizzled");
 
 // What the consumers are told of a split: two `turn`s of the CTA are kept.
 struct Attended {
@@ -145,14 +137,15 @@ __device__ __forceinline__ Attended attended_of(const Work& w) {
 #endif
 }
 
+// Over rows of PLAIN_FP8 q may be e4m3, too.
+__device__ __forceinline__ bool has_e4m3_q(const AttentionParams& p) { return PLAIN && p.flags & E4M3_Q; }
+__device__ __forceinline__ int bytes_of_q(const AttentionParams& p) { return D_QK * (has_e4m3_q(p) ? 1 : 2); }
+
 __device__ __forceinline__ int num_turns(const AttentionParams& p) { return Division::num_turns(p, small().division); }
 
 __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
     return Division::find_turn<Work>(p, small().division, turn);
 }
-
-// Where a row of a stage begins.
-__device__ __forceinline__ int row_offset(int row) { return row * STRIDE - (PAIRED ? row % 2 * 8 : 0); }
 
 // Stages are numbered over all work items. Where stage number `stage` is in the ring, and the parity of its phase.
 __device__ __forceinline__ int place_of(uint32_t stage) { return stage % STAGES; }

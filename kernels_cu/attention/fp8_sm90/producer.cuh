@@ -31,7 +31,7 @@ __device__ __forceinline__ void copy_tile(const Row& row, int run, uint32_t firs
         mbarrier_wait(shared_address(&sm.empty[place]), phase_of(stage) ^ 1);
         if (stage >= STAGES) fence_proxy_async();  // between what was read there and bulk copies to the same place
         if (lane / WARP_ROWS == i) {
-            const uint32_t own = to + row_offset(lane % WARP_ROWS);
+            const uint32_t own = to + lane % WARP_ROWS * STRIDE;
             if (run > 0) copy_in_bulk(own, row_or_zeros<ROW_STRIDE>(row.data, lane), run * ROW_STRIDE, full);
             if (SCALES_APART) cp_async_8(own + ROW_STRIDE, row.scales(), row.data != nullptr);
         }
@@ -44,21 +44,21 @@ __device__ __forceinline__ void copy_tile(const Row& row, int run, uint32_t firs
     }
 }
 
-// Where a head of Q comes to.
-__device__ __forceinline__ uint32_t raw_q(int head) {
-    return shared_address(shared) + Q_AT + head * Q_ROW_BYTES + head / GROUP_HEADS * GROUP_GAP;
+// Where a head of Q of so many bytes comes to.
+__device__ __forceinline__ uint32_t raw_q(int head, int bytes) {
+    return shared_address(shared) + Q_AT + head * bytes + head / GROUP_HEADS * GROUP_GAP;
 }
 
 // Bulk copies of Q into the space where load_q will store it again in the order of multiply_qk. One warp calls.
 __device__ __forceinline__ void copy_q(const AttentionParams& p, const Query& query, int first_head, int lane) {
     const FirstQ q = first_q(p, query, first_head);
     const uint32_t full = shared_address(&small().q_full);
-    const int heads = min(HEADS, p.h_q - first_head);
+    const int heads = min(HEADS, p.h_q - first_head), bytes = bytes_of_q(p);
     const int each = neighbours_in_q(p);  // heads of one copy
-    if (lane == 0) mbarrier_arrive_expecting(full, heads * Q_ROW_BYTES);
+    if (lane == 0) mbarrier_arrive_expecting(full, heads * bytes);
     __syncwarp();
     for (int head = lane * each; head < heads; head += 32 * each)
-        copy_in_bulk(raw_q(head), further_q(p, q, head), min(each, heads - head) * Q_ROW_BYTES, full);
+        copy_in_bulk(raw_q(head, bytes), further_q(p, q, head), min(each, heads - head) * bytes, full);
 }
 
 // The Q of a turn, once the turn before has released its own. Later splits of an item have it.

@@ -34,7 +34,7 @@ __device__ __forceinline__ FirstQ first_q(const AttentionParams&, const Query& r
 __device__ __forceinline__ const uint8_t* further_q(const AttentionParams& p, const FirstQ& q, int lines) {
     const Line of = line_of_request(dense(p), q.request, q.line + lines);
     const int64_t item = of.query.b * p.q_b + of.query.s * p.q_s + of.head * p.q_h;
-    return reinterpret_cast<const uint8_t*>(p.q) + item * (Q_E4M3 ? 1 : 2);
+    return reinterpret_cast<const uint8_t*>(p.q) + item * (bytes_of_q(p) / D_QK);
 }
 __device__ __forceinline__ int neighbours_in_q(const AttentionParams& p) {
     const bool tokens_too = dense(p).tokens == 1 || p.q_s == int64_t(dense(p).heads.value) * D_QK;

@@ -8,9 +8,9 @@ __device__ __forceinline__ void find_first_ends(const AttentionParams&, const Wo
 // Rows of a stage that stand behind each other come by one copy, where they lie in shared memory as in the cache. Returns
 // how many a lane copies: its own and those behind it, or 0, if a lane before it copies its row. All lanes call.
 __device__ __forceinline__ int run_of(const Row& row, int lane) {
-    if (RUN_ROWS == 1) return 1;
+    if (STRIDE != ROW_STRIDE) return 1;
     const uint64_t place = reinterpret_cast<uint64_t>(row.data), before = __shfl_up_sync(~0u, place, 1);
-    const bool first = lane % RUN_ROWS == 0 || place == 0 || place != before + ROW_STRIDE;
+    const bool first = lane % WARP_ROWS == 0 || place == 0 || place != before + ROW_STRIDE;
     const uint32_t behind = (__ballot_sync(~0u, first) >> lane) >> 1;  // lanes that begin a run
     return first ? max(__ffs(behind), 1) : 0;
 }
@@ -20,30 +20,32 @@ __device__ __forceinline__ int run_of(const Row& row, int lane) {
 __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 2;
     const DenseParams& d = dense(p);
-    const int count = w.count();
+    const int32_t* table = d.table.blocks + w.query.b * d.table.stride;
+    const int count = w.count(), step = w.step * TILE_ROWS;
     const int tiles = max(ceil_div(count, UNIT_TILES) * UNIT_TILES, 1);  // with those that have no rows
+    const int end = w.first_row + min(w.end * TILE_ROWS, w.main_length);
     // Lanes 0 .. 15 have a row each.
     const int own =
         STAGE_ROWS * stage_of_copier(lane / WARP_ROWS, warp) + warp % COPIERS * WARP_ROWS + lane % WARP_ROWS;
-    auto row_of = [&](int n) { return w.tile(n) * TILE_ROWS + own; };
-    auto load = [&](int n) {
-        const bool there = lane < 16 && n < count && row_of(n) < w.main_length;
-        return there ? load_block(d, w.query.b, w.first_row + row_of(n)) : -1;
+    auto load = [&](int row) {
+        int32_t block = -1;
+        if (lane < 16 && uint32_t(row) < uint32_t(end)) block = table[divide(row, d.table.block_size)];
+        return block;
     };
+    int first = w.first_row + w.begin * TILE_ROWS;  // of the tile
     int32_t blocks[AHEAD];
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) blocks[i] = load(i);
+    for (int i = 0; i < AHEAD; ++i) blocks[i] = load(first + i * step + own);
     if (warp == 0) begin_turn(p, w, lane);
     // Every line sees rows all_from .. all_to - 1.
     const int all_from = d.window > 0 ? w.last_end - d.window : 0, all_to = w.last_end - (d.causal ? d.tokens - 1 : 0);
     uint32_t stage = w.stage;
 #pragma unroll 1
-    for (int n = 0; n < tiles; ++n, stage += TILE_STAGES) {
-        const Row row = row_in_block<Row>(d, blocks[0], w.first_row + row_of(n));
+    for (int n = 0; n < tiles; ++n, first += step, stage += TILE_STAGES) {
+        const Row row = row_in_block<Row>(d, blocks[0], first + own);
         blocks[0] = blocks[1];
-        blocks[1] = load(n + AHEAD);
+        blocks[1] = load(first + AHEAD * step + own);
         copy_tile(row, run_of(row, lane), stage, warp, lane, [&] {
-            const int first = w.first_row + w.tile(n) * TILE_ROWS;
             const uint32_t some = first < all_from || first + TILE_ROWS > all_to ? SOME : 0;
             const uint32_t follows = n + 2 < tiles ? ANYTHING : n + 1 < tiles ? ONE_AT_MOST : NONE;
             return count == 0 ? uint32_t(ENDED) : follows | some;

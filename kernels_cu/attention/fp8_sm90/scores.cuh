@@ -63,6 +63,19 @@ __device__ __forceinline__ void store_q(uint32_t line, int block, const Vec16 (&
     }
 }
 
+// The same of columns in e4m3, as they are.
+template <int TS>
+__device__ __forceinline__ void store_q_e4m3(uint32_t line, int block, const Vec8 (&columns)[TS]) {
+    uint32_t words[4][TS];
+#pragma unroll
+    for (int t = 0; t < TS; ++t) {
+        e4m3x4_to_f16x2(columns[t].x, words[0][t], words[1][t]);
+        e4m3x4_to_f16x2(columns[t].y, words[2][t], words[3][t]);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) store_shared((line ^ (k << 4)) + block * LINES_BYTES, words[k]);
+}
+
 // The largest of the magnitudes in `top` and in the columns. Signs are of no meaning.
 template <int TS>
 __device__ __forceinline__ uint32_t largest_bits(uint32_t top, const Vec16 (&columns)[TS]) {
@@ -87,7 +100,7 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, cons
     static_assert(Q_BLOCKS * 64 == D_QK && (NINTH || Q_BLOCKS == 8), "");
     const QPart part = q_part(r);
     auto pair = [&](int i) { return i * (64 / HEADS) + r.warp / 2 % (64 / HEADS); };
-    const uint32_t raw = raw_q(part.head) + 16 * part.half;
+    const uint32_t raw = raw_q(part.head, 2 * D_QK) + 16 * part.half;
     mbarrier_wait(shared_address(&small().q_full), turn & 1);
     Vec16 columns[PAIRS][4], last[T_OF_LAST];
 #pragma unroll
@@ -124,27 +137,28 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, cons
     return logit_scale_of(p, __uint_as_float(uint32_t(127 - shift) << 23));
 }
 
-// Q in e4m3, in place, to swizzled lines of 128 columns. Returns what a logit is to be multiplied with.
-__device__ __forceinline__ float load_q_e4m3(const AttentionParams& p, int turn, const Attended& w) {
-    constexpr int OF_LINE = D_QK / 16, THREADS_OF_LINE = CONSUMERS / HEADS;  // chunks of 16 bytes
-    constexpr int EACH = ceil_div(OF_LINE, THREADS_OF_LINE);
-    const int line = threadIdx.x / THREADS_OF_LINE, first = threadIdx.x % THREADS_OF_LINE;
-    const uint32_t from = raw_q(line) + 16 * first, to = shared_address(shared) + Q_AT;
+// The same of Q in e4m3, which f16 holds as it is.
+__device__ __forceinline__ float load_q_e4m3(const AttentionParams& p, int turn, const Attended& w, const Role& r) {
+    constexpr int PAIRS = HEADS / 16;
+    const QPart part = q_part(r);
+    auto pair = [&](int i) { return i * (64 / HEADS) + r.warp / 2 % (64 / HEADS); };
+    const uint32_t raw = raw_q(part.head, D_QK) + 8 * part.half;
     mbarrier_wait(shared_address(&small().q_full), turn & 1);
-    const bool is_there = line < p.h_q - w.first_head;  // known now
-    Vec16 chunks[EACH];
+    const bool is_there = part.head < p.h_q - w.first_head;  // known now
+    auto load = [&](uint32_t from) { return is_there ? load_shared_8(from) : Vec8{0, 0}; };
+    Vec8 codes[PAIRS][4], last[T_OF_LAST];
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        chunks[i] = {0, 0, 0, 0};
-        if (is_there && first + THREADS_OF_LINE * i < OF_LINE)
-            chunks[i] = load_shared_16(from + 16 * THREADS_OF_LINE * i);
+    for (int i = 0; i < PAIRS; ++i) {
+#pragma unroll
+        for (int t = 0; t < 4; ++t) codes[i][t] = load(raw + 128 * pair(i) + 16 * part.odd + 32 * t);
     }
+#pragma unroll
+    for (int t = 0; NINTH && t < T_OF_LAST; ++t) last[t] = load(raw + 64 * 8 + 16 * (part.last_t + t));
     sync_consumers();
+    const uint32_t line = swizzled(shared_address(shared) + Q_AT, part.head, 4 * part.half);
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        const int chunk = first + THREADS_OF_LINE * i;
-        if (chunk < OF_LINE) store_shared_16(swizzled(to + chunk / 8 * LINES_BYTES, line, chunk % 8), chunks[i]);
-    }
+    for (int i = 0; i < PAIRS; ++i) store_q_e4m3(line + part.odd * LINES_BYTES, 2 * pair(i), codes[i]);
+    if (NINTH) store_q_e4m3(line + 4 * part.last_t, 8, last);
     return logit_scale_of(p, load_call_scale(p.q_scale));
 }
 
@@ -380,34 +394,6 @@ __device__ __forceinline__ void multiply_qk_plain(uint32_t row, int t, float (&s
     wgmma_wait<0>();
 }
 
-// The same with Q in e4m3, as the rows are: nothing is widened. `rows`: the first of the warp's 16.
-__device__ __forceinline__ void multiply_qk_e4m3(uint32_t rows, int lane, float (&s)[HEADS / 2]) {
-    constexpr int STEPS = D_QK / 32, GROUP = 4;  // steps of k, and those of a line of Q
-    const uint64_t q = q_operand();
-    const uint32_t from = rows + row_offset(lane % 16) + lane / 16 * 16;
-    uint32_t a[2][GROUP][4];
-#pragma unroll
-    for (int first = 0; first < STEPS; first += GROUP) {
-        uint32_t (&buffer)[GROUP][4] = a[first / GROUP % 2];
-#pragma unroll
-        for (int i = 0; i < GROUP; ++i)
-            if (first + i < STEPS) ldmatrix_x4(buffer[i], from + 32 * (first + i));
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < GROUP; ++i) {
-            const uint64_t operand = wgmma_further(q, first / GROUP * LINES_BYTES + 32 * i);
-            if (first + i == 0) {
-                wgmma_e4m3<Sum::SET>(s, buffer[i], operand);
-            } else if (first + i < STEPS) {
-                wgmma_e4m3<Sum::ADD>(s, buffer[i], operand);
-            }
-        }
-        wgmma_commit();
-        if (first > 0) wgmma_wait<1>();
-    }
-    wgmma_wait<0>();
-}
-
 // S^T of the tile whose first stage is `stage`, which has come: each warp its 16 rows. What a line does not see will get
 // a P of 0. `stages`: of the split, before the tile.
 __device__ __forceinline__ RowScales multiply_qk(const AttentionParams& p, const Role& r, uint32_t stage,
@@ -420,11 +406,7 @@ __device__ __forceinline__ RowScales multiply_qk(const AttentionParams& p, const
     } else if constexpr (V4) {
         scales = multiply_qk_v4(row, r.t, logit_scale, s);
     } else {
-        if constexpr (Q_E4M3) {
-            multiply_qk_e4m3(stage_address(stage), r.lane, s);
-        } else {
-            multiply_qk_plain(row, r.t, s);
-        }
+        multiply_qk_plain(row, r.t, s);
         scales = {{1.0f, 1.0f}, {logit_scale, logit_scale}, {}};
     }
     const uint32_t marks = small().marks[place_of(stage)];

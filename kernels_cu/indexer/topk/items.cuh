@@ -1,7 +1,7 @@
 // Ranges of a row, and the logits of one in registers.
 #pragma once
 #include "indexer/order.cuh"
-#include "indexer/row_range.cuh"
+#include "indexer/topk/row_range.cuh"
 #include "indexer/topk/shared.cuh"
 #include "ptx/arithmetic.cuh"
 #include "tile/warp.cuh"

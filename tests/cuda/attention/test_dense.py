@@ -11,6 +11,7 @@ import pytest
 import cupy_mla
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda.attention.choose import VARIABLE
+from cupy_mla.cuda.attention.kernels import dense_fp8_sm90
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_576, PLAIN_FP8_576, V32_FP8, Layout
 
@@ -40,7 +41,7 @@ def decode(
     kind = Torch()
     q, cache = np.zeros((b, s_q, heads, layout.d_qk), q_dtype), np.zeros((3, 64, layout.last_axis), layout.dtype)
     table, lens = np.zeros((b, width), np.int32), np.zeros(b, np.int32)
-    cupy_mla.dense_decode(*map(kind.put, (q, cache, table, lens)), 0.04, **more)
+    cupy_mla.dense_decode(*map(kind.put, (q, cache, table, lens)), 0.04, layout=layout.name, **more)
 
 
 def launched(gpu: FakeGPU) -> list[tuple[Kernel, tuple[int, ...]]]:
@@ -104,10 +105,7 @@ def test_more_rows_than_shares_can_count(monkeypatch):
     assert [grid for _, grid in launched(gpu)] == [(5, 1, 1)]
 
 
-FP8_LAYOUTS = [layout for layout in ATTENTION_LAYOUTS if layout.quantized]
-
-
-@pytest.mark.parametrize("layout", FP8_LAYOUTS, ids=lambda layout: f"{layout.name} {layout.d_qk}")
+@pytest.mark.parametrize("layout", dense_fp8_sm90.LAYOUTS, ids=lambda layout: f"{layout.name} {layout.d_qk}")
 def test_fp8_rows_on_hopper(monkeypatch, layout):
     """Few rows in clusters, many short requests whole, long ones in shares with a merge behind."""
     gpu = on(monkeypatch, 90, 132)
@@ -124,12 +122,14 @@ def test_fp8_rows_on_hopper(monkeypatch, layout):
         assert layout.defines().items() <= kernels[0][0].defines.items()
 
 
-@pytest.mark.parametrize("q_dtype", [BF16, np.dtype(np.uint8)], ids=["bf16", "e4m3"])
-def test_queries_in_e4m3_have_kernels_of_their_own(monkeypatch, q_dtype):
+def test_queries_in_e4m3_have_the_same_kernels(monkeypatch):
     gpu = on(monkeypatch, 90, 132)
     for width in (3, 30, 2000):
-        decode(PLAIN_FP8_576, 40, 16, width=width, q_dtype=q_dtype)
-        assert launched(gpu)[0][0].defines["Q_E4M3"] == (q_dtype != BF16)
+        decode(PLAIN_FP8_576, 40, 16, width=width)
+        of_bf16 = launched(gpu)
+        decode(PLAIN_FP8_576, 40, 16, width=width, q_dtype=np.dtype(np.uint8))
+        assert launched(gpu) == of_bf16
+        assert of_bf16[0][0].name == "dense_fp8_sm90"
 
 
 def test_splits_and_bits_of_fp8_rows_on_hopper(monkeypatch):

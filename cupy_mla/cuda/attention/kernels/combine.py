@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 
 from ....layouts import D_V
 from ... import structs
@@ -13,17 +13,18 @@ from ...structs import Packed
 from ..problem import Problem
 
 
-@lru_cache(maxsize=1)
-def kernel() -> Kernel:
-    """The kernel; it does not depend on the layout."""
-    return Kernel("attention/combine.cu", structs.ATTENTION, {"D_V": D_V}, overlaps=True)
+@cache
+def kernel(half: bool = False) -> Kernel:
+    """The kernel; of the layout it knows whether results are float16."""
+    return Kernel("attention/combine.cu", structs.ATTENTION, {"D_V": D_V, "HALF_ITEMS": int(half)}, overlaps=True)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     yield kernel()
+    yield kernel(half=True)
 
 
 def launch(problem: Problem, params: Packed) -> Launch:
     """The launch behind one that left partial results."""
-    return Launch(kernel(), (problem.queries, problem.heads, 1), params)
+    return Launch(kernel(problem.layout.half), (problem.queries, problem.heads, 1), params)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache, lru_cache
 
-from ....layouts import D_V, Layout
+from ....layouts import D_V, FP16_512, FP16_576, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
@@ -16,6 +16,7 @@ from ..divide import HALF_PARTIAL_BYTES, Clusters
 from ..problem import DenseProblem
 from . import bf16_cluster_sm90, bf16_sm90
 
+LAYOUTS = (*bf16_sm90.LAYOUTS, FP16_576, FP16_512)  # that the kernels for Hopper read
 LINES = bf16_cluster_sm90.HEADS  # of a work item: query tokens times heads
 # Measured on an H100, in microseconds: a call beside its rows, by lines; and a pair of tiles. Bytes that come and go in
 # a microsecond.
@@ -38,13 +39,13 @@ def kernel(layout: Layout, lines: int) -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    for layout in bf16_sm90.LAYOUTS:
+    for layout in LAYOUTS:
         for lines in LINES:
             yield kernel(layout, lines)
 
 
 def serves(problem: DenseProblem) -> bool:
-    """Aligned bf16 rows on Hopper, work items that all run at a time."""
+    """Aligned bf16 and float16 rows on Hopper, work items that all run at a time."""
     return _clusters(problem) is not None
 
 
@@ -64,7 +65,7 @@ def memory_us(problem: DenseProblem) -> float:
 @lru_cache(maxsize=1024)  # sizes have no end
 def _clusters(problem: DenseProblem) -> Clusters | None:
     """The largest clusters that all run at a time and of which each CTA may have a pair of tiles, but two."""
-    if not problem.on_hopper or problem.layout not in bf16_sm90.LAYOUTS or problem.batch_invariant:
+    if not problem.on_hopper or problem.layout not in LAYOUTS or problem.batch_invariant:
         return None
     lines = next((n for n in LINES if problem.lines <= n), max(LINES))
     at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())

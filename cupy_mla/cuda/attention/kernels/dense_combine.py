@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from ....layouts import BF16_576
+from ....layouts import BF16_576, FP16_576
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
@@ -19,15 +19,16 @@ MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
 
 
 @cache
-def kernel(lines: int = bf16_sm90.HEADS, fp8: bool = False) -> Kernel:
+def kernel(lines: int = bf16_sm90.HEADS, fp8: bool = False, half: bool = False) -> Kernel:
     """The kernel for work items of so many lines. It does not depend on the width of rows.
 
     Args:
         fp8: for what `dense_fp8_sm90` leaves.
+        half: results are float16, else bfloat16.
     """
     defines = {
-        **bf16_sm90.defines(BF16_576), "HEADS": lines, "FP8_PARTIALS": int(fp8), "MOST_SHARES": MOST_SHARES,
-        "UNEVEN_ITEM_COST": 0, "MAX_CLUSTER": MAX_CLUSTER,
+        **bf16_sm90.defines(FP16_576 if half else BF16_576), "HEADS": lines, "FP8_PARTIALS": int(fp8),
+        "MOST_SHARES": MOST_SHARES, "UNEVEN_ITEM_COST": 0, "MAX_CLUSTER": MAX_CLUSTER,
     }  # fmt: skip
     return Kernel(
         "attention/dense_combine.cu", structs.DENSE, defines, archs=("90a",), target="90a", overlaps=True,
@@ -38,6 +39,7 @@ def kernel(lines: int = bf16_sm90.HEADS, fp8: bool = False) -> Kernel:
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     yield kernel()
+    yield kernel(half=True)
     for lines in fp8_sm90.HEADS:
         yield kernel(lines, fp8=True)
 

@@ -24,7 +24,6 @@ DIVISIONS = {Whole: 0, Clusters: 1, Shares: 6}  # kernels_cu/attention/division/
 # In microseconds, by lines: a pair of tiles, and the call beside them. Fitted to the times of every division at 320
 # random sizes on an H100.
 PAIR_US = {32: 3.0, 64: 4.3}
-OF_E4M3_Q = 0.78  # a pair's time, of one with q in bfloat16
 CLUSTER_US = {32: 7.6, 64: 9.7}
 WHOLE_US, ROUND_US = 1.0, {32: 4.8, 64: 6.6}
 SHARES_US, SHARES_ITEM_US = {32: 14.4, 64: 17.0}, 3.0  # with the merge; an item of each SM
@@ -36,9 +35,9 @@ SPILL_BYTES = 0
 
 
 @cache
-def kernel(layout: Layout, lines: int, division: int, e4m3_q: bool = False) -> Kernel:
-    """The kernel for one cache layout, lines of a work item, a division's number, and queries in bfloat16 or e4m3."""
-    defines = fp8_sm90.defines(layout, lines, division, dense=True, e4m3_q=e4m3_q)
+def kernel(layout: Layout, lines: int, division: int) -> Kernel:
+    """The kernel for one cache layout, lines of a work item, and a division's number."""
+    defines = fp8_sm90.defines(layout, lines, division, dense=True)
     return Kernel(
         "attention/dense_fp8_sm90.cu", structs.DENSE, defines, archs=("90a",), target="90a", spill_bytes=SPILL_BYTES,
         max_cluster=MAX_CLUSTER if division == DIVISIONS[Clusters] else 1, overlaps=True,
@@ -50,8 +49,7 @@ def kernels() -> Iterator[Kernel]:
     for layout in LAYOUTS:
         for lines in LINES:
             for division in DIVISIONS.values():
-                for e4m3_q in (False, True) if layout.scale_of_call else (False,):
-                    yield kernel(layout, lines, division, e4m3_q)
+                yield kernel(layout, lines, division)
 
 
 def serves(problem: DenseProblem) -> bool:
@@ -120,15 +118,14 @@ def _us(problem: DenseProblem, division: Any) -> float:
     else:
         every = items * problem.pairs
         base, pairs = SHARES_US[lines] + SHARES_ITEM_US * items / sms, every / min(sms, every)
-    pair = PAIR_US[lines] * (OF_E4M3_Q if problem.e4m3_q else 1.0)
-    return base + max(pair * pairs, memory_us(problem))
+    return base + max(PAIR_US[lines] * pairs, memory_us(problem))
 
 
 def launches(problem: DenseProblem, params: Packed) -> Program:
     """The launch; of shares another one merges items that are cut."""
     division: Any = _chosen(problem)
     lines, items, sms = division.heads, problem.items(division.heads), problem.gpu.sms
-    of = kernel(problem.layout, lines, DIVISIONS[type(division)], problem.e4m3_q)
+    of = kernel(problem.layout, lines, DIVISIONS[type(division)])
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
     each = lines * HALF_PARTIAL_BYTES
     if isinstance(division, Whole):

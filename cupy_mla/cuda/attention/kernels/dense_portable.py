@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import Any
 
-from ....layouts import ATTENTION_LAYOUTS
+from ....layouts import DENSE_LAYOUTS
 from ... import structs
 from ...kernel import Kernel
 from ...program import Program
@@ -22,7 +22,7 @@ MOST_ROWS = 2**33  # of all items, of which shares can count the cost in 32 bits
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    for layout in ATTENTION_LAYOUTS:
+    for layout in DENSE_LAYOUTS:
         for heads in portable.HEADS:
             for limit in (portable.SMALL, portable.LARGE):
                 yield portable.kernel(layout, heads, limit, dense=True)

@@ -1,4 +1,4 @@
-"""`kernels_cu/attention/dense_sm90.cu`: dense decode over bf16 rows on Hopper, all rows in equal shares."""
+"""`kernels_cu/attention/dense_sm90.cu`: dense decode over bf16 and float16 rows on Hopper, all rows in equal shares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...structs import Packed
 from ..divide import CUT_COST, HALF_PARTIAL_BYTES
 from ..problem import DenseProblem
 from . import bf16_sm90, dense_combine
-from .dense_cluster_sm90 import PAIR_US, memory_us
+from .dense_cluster_sm90 import LAYOUTS, PAIR_US, memory_us
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
 UNEVEN_ITEM_COST = 8  # what an item costs beside its rows, in eighths of a pair of tiles
@@ -31,13 +31,13 @@ def kernel(layout: Layout) -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    for layout in bf16_sm90.LAYOUTS:
+    for layout in LAYOUTS:
         yield kernel(layout)
 
 
 def serves(problem: DenseProblem) -> bool:
-    """Aligned bf16 rows on Hopper."""
-    return problem.on_hopper and problem.layout in bf16_sm90.LAYOUTS
+    """Aligned bf16 and float16 rows on Hopper."""
+    return problem.on_hopper and problem.layout in LAYOUTS
 
 
 def us(problem: DenseProblem) -> float:
@@ -61,6 +61,9 @@ def launches(problem: DenseProblem, params: Packed) -> Program:
         whole_items=ceil_div(items, shares) * shares, num_shares=shares,
     )  # fmt: skip
     merge = dense_combine.launch(
-        dense_combine.kernel(), params, min(items, shares) * min(problem.lines, LINES), problem.gpu.sms
+        dense_combine.kernel(half=problem.layout.half),
+        params,
+        min(items, shares) * min(problem.lines, LINES),
+        problem.gpu.sms,
     )
     return [Launch(kernel(problem.layout), (shares, 1, 1), params), merge]

@@ -1,4 +1,4 @@
-"""`kernels_cu/attention/dense_whole_sm90.cu`: dense decode over bf16 rows on Hopper, whole requests."""
+"""`kernels_cu/attention/dense_whole_sm90.cu`: dense decode over bf16 and float16 rows on Hopper, whole requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...program import Launch, Program
 from ...structs import Packed
 from ..problem import DenseProblem
 from . import bf16_sm90
-from .dense_cluster_sm90 import PAIR_US, memory_us
+from .dense_cluster_sm90 import LAYOUTS, PAIR_US, memory_us
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
 SPILL_BYTES = 4  # once a work item
@@ -31,14 +31,14 @@ def kernel(layout: Layout) -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    for layout in bf16_sm90.LAYOUTS:
+    for layout in LAYOUTS:
         yield kernel(layout)
 
 
 def serves(problem: DenseProblem) -> bool:
-    """Aligned bf16 rows on Hopper, unsplit."""
+    """Aligned bf16 and float16 rows on Hopper, unsplit."""
     short = problem.pairs <= MOST_PAIRS or bool(problem.kernel) or problem.num_splits == 1
-    able = problem.on_hopper and problem.layout in bf16_sm90.LAYOUTS
+    able = problem.on_hopper and problem.layout in LAYOUTS
     return able and problem.num_splits <= 1 and not problem.batch_invariant and short
 
 

@@ -35,21 +35,18 @@ MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA mer
 SPILL_BYTES = {WHOLE: 0, CLUSTERS: 0, SHARES: 0, SEGMENTS: 20, TEAMS: 0}
 
 
-def defines(
-    layout: Layout, lines: int, division: int, *, dense: bool = False, e4m3_q: bool = False
-) -> dict[str, int | str]:
+def defines(layout: Layout, lines: int, division: int, dense: bool = False) -> dict[str, int | str]:
     """The constants that the pipeline is compiled with.
 
     Args:
         lines: of a work item.
         division: of `kernels_cu/attention/division/division.cuh`.
         dense: rows come from a block table.
-        e4m3_q: queries are float8_e4m3fn.
     """
     return {
         **layout.defines(), "D_V": D_V, "HEADS": lines, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
         "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
-        "DENSE": int(dense), "Q_E4M3": int(e4m3_q),
+        "DENSE": int(dense),
     }  # fmt: skip
 
 
@@ -77,11 +74,11 @@ def kernels() -> Iterator[Kernel]:
 
 
 def serves(problem: Problem) -> bool:
-    """Decode over FP8 rows, q in bfloat16; batch-invariant calls of few heads are for `few_heads_sm90` where that can
+    """Decode over FP8 rows; batch-invariant calls of few heads are for `few_heads_sm90` where that can
     read the rows."""
     few = problem.fixed and problem.heads <= 16 and problem.layout == V32_FP8
     able = problem.on_hopper and problem.layout in LAYOUTS
-    return able and not few and not problem.prefill and not problem.e4m3_q
+    return able and not few and not problem.prefill
 
 
 def candidates(problem: Problem) -> Iterator[Division]:

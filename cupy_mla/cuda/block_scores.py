@@ -1,0 +1,54 @@
+"""`kernels_cu/indexer/block_scores.cu`: scores of candidate blocks, of which `topk` chooses the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from .. import dtypes
+from .kernel import Kernel
+from .logits import CANDIDATE_BLOCK
+from .paging import ceil_div
+from .program import Slot
+from .structs import INT32, INT64, POINTER, Struct
+
+BLOCK_SCORES = Struct(
+    "BlockScoresParams", logits=POINTER, starts=POINTER, ends=POINTER, scores=POINTER, counts=POINTER,
+    logits_stride=INT64, scores_stride=INT64, lens_stride=INT64, rows=INT32, width=INT32, queries=INT32,
+    ctas_of_row=INT32, aligned=INT32,
+)  # fmt: skip
+SCORES_OF_CTA = 256
+ALIGNED = 4  # scores of a row take a multiple of so many
+
+
+@cache
+def kernel() -> Kernel:
+    """The kernel."""
+    return Kernel("indexer/block_scores.cu", BLOCK_SCORES, {})
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    yield kernel()
+
+
+def ctas_of_row(blocks: int) -> int:
+    """The CTAs of a row of so many blocks."""
+    return max(ceil_div(blocks, SCORES_OF_CTA), 1)
+
+
+class BlockScores(NamedTuple):
+    """Scratch memory: scores of rows' blocks, and how many blocks rows have."""
+
+    scores: Slot
+    counts: Slot
+
+    @classmethod
+    def of(cls, rows: int, width: int) -> BlockScores:
+        """For at most so many rows of logits."""
+        stride = max(ceil_div(ceil_div(width, CANDIDATE_BLOCK), ALIGNED), 1) * ALIGNED
+        return cls(
+            Slot("scores", shape=(rows, stride), dtype=dtypes.FLOAT32),
+            Slot("counts", shape=(rows,), dtype=dtypes.INT32),
+        )

@@ -1,0 +1,38 @@
+"""The kernels over layouts that a call names, and scales of 0, beside the oracle."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupy_mla.cuda.attention.choose import VARIABLE
+
+from ..ops import test_named_formats as of_operation
+from ..ops.test_named_formats import every_format, every_scale_format, scales_of_0
+from .emulator import needs_compiler
+
+pytestmark = needs_compiler
+
+
+@every_scale_format
+def test_caches(kind, emulated, rng, fmt, scale_format):
+    of_operation.test_rows_are_packed(kind, rng, fmt, scale_format)
+    of_operation.test_rows_are_unpacked(kind, rng, fmt)
+    of_operation.test_rows_are_gathered(kind, rng, fmt)
+    gather = "gather_tail" if fmt in of_operation.OF_V4 else "gather"
+    assert {"pack", "unpack", gather} <= set(emulated.launched)
+
+
+@every_format
+@pytest.mark.parametrize(("h_q", "num_splits"), [(7, None), (64, 3)])
+def test_attention(kind, emulated, rng, fmt, h_q, num_splits):
+    of_operation.test_sparse_decode(kind, rng, fmt, h_q, num_splits)
+    of_operation.test_dense_decode(kind, rng, fmt, h_q)
+    assert "portable" in emulated.launched
+
+
+@scales_of_0
+@pytest.mark.parametrize("name", ["portable", "portable_99kb"])
+def test_what_is_stored_under_a_scale_of_0_is_0(kind, emulated, rng, monkeypatch, fmt, name):
+    monkeypatch.setenv(VARIABLE, name)
+    of_operation.test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt)
+    assert {"portable", "unpack", "gather"} <= set(emulated.launched)
