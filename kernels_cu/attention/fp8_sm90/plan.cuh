@@ -32,7 +32,12 @@ constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS;
 // Pairs take fewer instructions.
 constexpr int UNIT_TILES = Division::EQUAL_SPLITS ? 1 : 2;
 constexpr int UNIT_STAGES = UNIT_TILES * TILE_STAGES;
-constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
+// Rows of 576 e4m3 stand in pairs, with 16 bytes behind each: those of a pair may come by one copy. STRIDE is then the half
+// of a pair.
+constexpr bool PAIRED = PLAIN && ROW_STRIDE % LINE_BYTES == 64;
+constexpr int STRIDE = PAIRED ? ROW_STRIDE + 8 : Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
+// Rows of a stage that stand behind each other as in the cache.
+constexpr int RUN_ROWS = PAIRED ? 2 : STRIDE == ROW_STRIDE ? WARP_ROWS : 1;
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = D_QK / 64;  // column blocks of 64; behind those of NoPE is RoPE
 constexpr int LINES_BYTES = HEADS * LINE_BYTES;         // a swizzled line for each head: a column block of Q, or a P
 constexpr int CHUNKS = V32 ? 4 : V4 ? NOPE_BLOCKS : 1;  // ranges of columns with a scale of their own
@@ -47,7 +52,7 @@ constexpr uint32_t MAX_P = 0x7800;  // 2^15 as f16
 constexpr float REF_NONE = -1e30f;
 // A raised reference brings the largest P^T to 2^HEADROOM, far from f16's least values.
 constexpr float HEADROOM = 8.0f;
-static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
+static_assert((PAIRED ? 2 : 1) * STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
 // Named barriers; WARPGROUP_SYNC and P_READY: + warpgroup.
 enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5, PRODUCER_SYNC = 6 };
@@ -146,6 +151,9 @@ __device__ __forceinline__ int num_turns(const AttentionParams& p) { return Divi
 __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
     return Division::find_turn<Work>(p, small().division, turn);
 }
+
+// Where a row of a stage begins.
+__device__ __forceinline__ int row_offset(int row) { return row * STRIDE - (PAIRED ? row % 2 * 8 : 0); }
 
 // Stages are numbered over all work items. Where stage number `stage` is in the ring, and the parity of its phase.
 __device__ __forceinline__ int place_of(uint32_t stage) { return stage % STAGES; }

@@ -31,7 +31,7 @@ __device__ __forceinline__ void copy_tile(const Row& row, int run, uint32_t firs
         mbarrier_wait(shared_address(&sm.empty[place]), phase_of(stage) ^ 1);
         if (stage >= STAGES) fence_proxy_async();  // between what was read there and bulk copies to the same place
         if (lane / WARP_ROWS == i) {
-            const uint32_t own = to + lane % WARP_ROWS * STRIDE;
+            const uint32_t own = to + row_offset(lane % WARP_ROWS);
             if (run > 0) copy_in_bulk(own, row_or_zeros<ROW_STRIDE>(row.data, lane), run * ROW_STRIDE, full);
             if (SCALES_APART) cp_async_8(own + ROW_STRIDE, row.scales(), row.data != nullptr);
         }

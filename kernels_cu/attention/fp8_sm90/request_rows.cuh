@@ -8,9 +8,9 @@ __device__ __forceinline__ void find_first_ends(const AttentionParams&, const Wo
 // Rows of a stage that stand behind each other come by one copy, where they lie in shared memory as in the cache. Returns
 // how many a lane copies: its own and those behind it, or 0, if a lane before it copies its row. All lanes call.
 __device__ __forceinline__ int run_of(const Row& row, int lane) {
-    if (STRIDE != ROW_STRIDE) return 1;
+    if (RUN_ROWS == 1) return 1;
     const uint64_t place = reinterpret_cast<uint64_t>(row.data), before = __shfl_up_sync(~0u, place, 1);
-    const bool first = lane % WARP_ROWS == 0 || place == 0 || place != before + ROW_STRIDE;
+    const bool first = lane % RUN_ROWS == 0 || place == 0 || place != before + ROW_STRIDE;
     const uint32_t behind = (__ballot_sync(~0u, first) >> lane) >> 1;  // lanes that begin a run
     return first ? max(__ffs(behind), 1) : 0;
 }

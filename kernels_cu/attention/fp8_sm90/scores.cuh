@@ -12,7 +12,7 @@
 // --- Q --------------------------------------------------------------------------------------------------------
 
 // Column blocks 2 n and 2 n + 1 of Q hold columns 128 n .. + 127: each has 64 of them for itself, or they share them.
-__device__ __forceinline__ bool are_alone(int n) { return n >= D_NOPE / 128; }
+__device__ __forceinline__ bool are_alone(int n) { return PAIRED || n >= D_NOPE / 128; }
 
 // In multiply_qk, k = 16 i + 2 t + e (e = 0, 1) is what thread t holds as item 4 i + e of a row's columns, 8 further
 // item 4 i + 2 + e. So word t of chunk 4 half + k of a head's line is word k of the eight columns from
@@ -150,7 +150,8 @@ __device__ __forceinline__ float load_q_e4m3(const AttentionParams& p, int turn,
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
 #pragma unroll
-        for (int t = 0; t < 4; ++t) codes[i][t] = load(raw + 128 * pair(i) + 16 * part.odd + 32 * t);
+        for (int t = 0; t < 4; ++t)
+            codes[i][t] = load(raw + 128 * pair(i) + (PAIRED ? 64 : 16) * part.odd + (PAIRED ? 16 : 32) * t);
     }
 #pragma unroll
     for (int t = 0; NINTH && t < T_OF_LAST; ++t) last[t] = load(raw + 64 * 8 + 16 * (part.last_t + t));
@@ -261,7 +262,7 @@ __device__ __forceinline__ void arrange_rope(const uint32_t (&rope)[2][8], uint3
 // A thread's bytes of NoPE column block `block`.
 __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
     const uint32_t at =
-        row + (block < D_NOPE / 128 * 2 ? 128 * (block / 2) + 16 * (2 * t + block % 2) : 64 * block + 16 * t);
+        row + (!are_alone(block / 2) ? 128 * (block / 2) + 16 * (2 * t + block % 2) : 64 * block + 16 * t);
     return {load_shared_16(at), load_shared_16(at + 8 * STRIDE)};
 }
 
@@ -399,7 +400,7 @@ __device__ __forceinline__ void multiply_qk_plain(uint32_t row, int t, float (&s
 __device__ __forceinline__ RowScales multiply_qk(const AttentionParams& p, const Role& r, uint32_t stage,
                                                  uint32_t stages, float logit_scale, float (&s)[HEADS / 2]) {
     stage += r.warp;
-    const uint32_t row = stage_address(stage) + r.g * STRIDE;
+    const uint32_t row = stage_address(stage) + row_offset(r.g);
     RowScales scales;
     if constexpr (V32) {
         scales = multiply_qk_v32(row, r.t, logit_scale, s);

@@ -51,7 +51,7 @@ __device__ __forceinline__ Vec8 load_ratios(uint32_t ratios, int chunk, int k) {
 }
 
 __device__ __forceinline__ Columns load_columns(const Role& r, uint32_t stage, uint32_t ratios, int k, int i) {
-    const uint32_t rows = stage_address(stage) + r.lane % 16 * STRIDE, second = r.lane / 16;
+    const uint32_t rows = stage_address(stage) + row_offset(r.lane % 16), second = r.lane / 16;
     const uint32_t from = rows + 256 * r.warpgroup + 64 * second + 16 * r.warp;
     Columns c;
     if constexpr (!V4) {
