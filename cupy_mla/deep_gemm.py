@@ -214,7 +214,8 @@ def _widened(name: str, codes: Any, scales: Any, weights: Any = None) -> tuple[A
         return widen_mxfp4(codes, scales, weights)
     except (TypeError, ValueError) as error:
         of, colon, rest = str(error).partition(":")
-        raise type(error)(f"{ {'codes': f'{name}[0]', 'scales': f'{name}[1]'}.get(of, of) }{colon}{rest}") from error
+        names = {"codes": f"{name}[0]", "scales": f"{name}[1]"}
+        raise type(error)(f"{names.get(of, of)}{colon}{rest}") from error
 
 
 INT8 = np.dtype(np.int8)  # how torch packs FP4

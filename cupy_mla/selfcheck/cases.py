@@ -37,12 +37,14 @@ class Case(NamedTuple):
         """Whether two runs' results are the same, up to what rounding explains where they need not be exact."""
         if self.operation.exact:
             return all(a.tobytes() == b.tobytes() for a, b in zip(ours, reference, strict=True))
-        return all(_close(a, b) for a, b in zip(ours, reference, strict=True))
+        return all(_close(a, b, self.operation.of_largest) for a, b in zip(ours, reference, strict=True))
 
 
-def _close(a: np.ndarray, b: np.ndarray) -> bool:
+def _close(a: np.ndarray, b: np.ndarray, of_largest: float) -> bool:
     absolute, relative = BOUNDS[b.dtype]
     a, b = a.astype(np.float64), b.astype(np.float64)
+    if of_largest:
+        absolute = max(absolute, of_largest * np.abs(b).max(initial=0))
     difference = np.abs(np.subtract(a, b, out=np.zeros(a.shape), where=a != b))  # equal infinities differ by nothing
     return bool(((difference <= absolute) | (difference <= relative * np.abs(b))).all())
 

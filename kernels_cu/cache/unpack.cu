@@ -46,7 +46,7 @@ __device__ __forceinline__ float value_at(const UnpackParams& p, const uint8_t* 
     float v[4];
     e4m3x4_to_float(data[value], v);
     const float scale = scale_of_value(p.k_scale, scales, value);
-    return scale == 0.0f ? 0.0f : multiply_exactly(v[0], scale);  // whatever is stored under a scale of 0
+    return is_zero(scale) ? 0.0f : multiply_exactly(v[0], scale);  // whatever is stored under a scale of 0
 #endif
 }
 

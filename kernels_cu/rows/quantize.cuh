@@ -56,9 +56,12 @@ __device__ __forceinline__ uint32_t sign_bits(uint32_t low, uint32_t high) {
     return __byte_perm(low, high, 0x7531) & 0x80808080u;
 }
 
+// Whether a scale is 0. A comparison would say so of subnormal numbers, too, which it flushes.
+__device__ __forceinline__ bool is_zero(float scale) { return (__float_as_uint(scale) & 0x7fffffffu) == 0; }
+
 // Codes under a scale, zeros under a scale of 0: writers may have left NaN there.
 __device__ __forceinline__ Vec8 codes_under(const Vec8& codes, float scale) {
-    return scale == 0.0f ? Vec8{0, 0} : codes;
+    return is_zero(scale) ? Vec8{0, 0} : codes;
 }
 
 // Eight e4m3 bytes times a scale, to eight bf16.
