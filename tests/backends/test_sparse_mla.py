@@ -535,7 +535,8 @@ def test_what_the_backend_answers() -> None:
     for arguments, message in (
         ((7, 64, 2), "num_kv_heads must be 1"),
         ((7, 64, 1, 128), "head_size must be one of"),
-        ((7, 64, 1, 576, "fp8"), "cache_dtype must be one of"),
+        ((7, 64, 1, 576, "fp4"), "cache_dtype must be one of"),
+        ((7, 64, 1, 576, "fp8"), "head_size 576, cache_dtype .fp8. and model None do not go together"),
         ((7, 0), "block_size must be >= 1"),
     ):
         with pytest.raises(ValueError, match=message):
