@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from . import layouts
-from .calls.operation import differentiable, operation
+from .calls.operation import operation
 from .checks.options import require_bool, require_choice, require_scale, shown
 from .checks.validate import require_d_v
 from .cuda.program import Plan
@@ -89,8 +89,6 @@ def get_mla_metadata_dense_fp8(*args: Any, **kwargs: Any) -> tuple[FlashMLASched
     return get_mla_metadata()
 
 
-@operation
-@differentiable
 def flash_mla_sparse_fwd(
     q: A,
     kv: AnyArray,
@@ -125,9 +123,7 @@ def flash_mla_sparse_fwd(
     out, max_logits, lse = attention.sparse_prefill(
         q, kv, indices, sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length, **more
     )
-    if returns_log2:
-        lse *= LOG2_E
-    return out, max_logits, lse
+    return out, max_logits, lse * LOG2_E if returns_log2 else lse  # a new array: autograd keeps lse
 
 
 def flash_mla_with_kvcache(

@@ -87,6 +87,16 @@ def test_gradients(kind, rng, function, d_qk):
         assert error < 0.01 * torch.linalg.vector_norm(want.double())
 
 
+def test_gradient_of_lse_in_base_2(kind, rng):
+    given = arguments(kind, rng)
+    found = []
+    for function, more in ((cupy_mla.flash_mla_sparse_fwd, {"return_log2_lse": True}), (cupy_mla.sparse_prefill, {})):
+        _, _, lse = function(**given, **more)
+        found.append(torch.autograd.grad(lse[torch.isfinite(lse)].sum(), given["q"])[0].float())
+    assert torch.allclose(found[0], found[1] / np.log(2), rtol=0.01, atol=1e-3)
+    assert found[0].abs().max() > 0.1
+
+
 def test_bits_are_those_of_the_operation(kind, rng):
     given = arguments(kind, rng)
     weights = weights_of(kind, rng, given)
