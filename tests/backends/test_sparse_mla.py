@@ -395,7 +395,8 @@ def test_what_the_backend_answers() -> None:
     for arguments, message in (
         ((7, 64, 2), "num_kv_heads must be 1"),
         ((7, 64, 1, 128), "head_size must be one of"),
-        ((7, 64, 1, 576, "fp8"), "cache_dtype must be one of"),
+        ((7, 64, 1, 576, "fp4"), "cache_dtype must be one of"),
+        ((7, 64, 1, 576, "fp8"), "layers have no 'fp8', whose scale each call brings"),
         ((7, 0), "block_size must be >= 1"),
     ):
         with pytest.raises(ValueError, match=message):
