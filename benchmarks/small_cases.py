@@ -27,7 +27,7 @@ from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, logits_sm90, topk
 from cupy_mla.cuda.attention.choose import DENSE_NAMES, VARIABLE
 from cupy_mla.cuda.attention.divide import Clusters, Segments, Shares, Teams, Whole
-from cupy_mla.cuda.attention.kernels import portable
+from cupy_mla.cuda.attention.kernels import few_heads_sm90, fp8_sm90, portable
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
 from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE
@@ -66,6 +66,9 @@ def packed(
     """A cache packed by the reference and by the kernel; both must write the same bytes."""
     tokens = blocks * block_size
     rows = (0.1 * rng.standard_normal((tokens, layout.d_qk))).astype(BF16)
+    if layout.half:  # nothing packs them
+        cache = rows.astype(layout.dtype).reshape(blocks, block_size, layout.d_qk)
+        return cache, cupy.asarray(cache)
     slots = rng.permutation(tokens).astype(np.int64)
     slots[::7] = -1
     slots[3:4] = tokens  # beyond the cache
@@ -77,10 +80,12 @@ def packed(
     gpu_whole = cupy.asarray(whole)
     gpu_cache = cupy.ndarray(shape, layout.dtype, gpu_whole.data, strides)
     for target, array in ((cache, np.asarray), (gpu_cache, cupy.asarray)):
-        if layout is layouts.V4_FP8:
-            cupy_mla.quantize_and_insert_k_cache(array(rows), target, array(slots))
+        if layout.of_v4:
+            cupy_mla.quantize_and_insert_k_cache(array(rows), target, array(slots), layout=layout.name)
         else:
-            cupy_mla.concat_and_cache_mla(array(rows[:, :512]), array(rows[:, 512:]), target, array(slots))
+            cupy_mla.concat_and_cache_mla(
+                array(rows[:, :512]), array(rows[:, 512:]), target, array(slots), layout=layout.name
+            )
     compare(f"pack {layout.name}", gpu_whole.view(cupy.uint8), whole.view(np.uint8))
     return cache, gpu_cache
 
@@ -203,10 +208,12 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
     second = {} if kernel in FLAT else {"extra_k_cache": extra, "extra_indices": extra_indices}
     gpu_second = {} if kernel in FLAT else {"extra_k_cache": gpu_extra, "extra_indices": gpu_e}
     scale = SM_SCALES[layout.d_qk]
-    expected = cupy_mla.sparse_decode(q, cache, indices, scale, **second)
+    expected = cupy_mla.sparse_decode(q, cache, indices, scale, layout=layout.name, **second)
     os.environ[VARIABLE] = kernel
     for splits in SPLITS.get(kernel, (1, 3)):
-        result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=splits, **gpu_second)
+        result = cupy_mla.sparse_decode(
+            gpu_q, gpu_cache, gpu_i, scale, num_splits=splits, layout=layout.name, **gpu_second
+        )
         compare_attention(f"decode {layout.name} h {h} {kernel} splits {splits}", result, expected)
 
 
@@ -224,7 +231,9 @@ def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel:
         (gpu_cache,), scales["k_scale"] = on_gpu(cache), 0.1
     else:
         cache, gpu_cache = packed(rng, layout, 9, 61)
-    q = (10 * rng.standard_normal((6, 2, h, layout.d_qk))).astype(E4M3 if e4m3_q else BF16)
+    q = (10 * rng.standard_normal((6, 2, h, layout.d_qk))).astype(
+        E4M3 if e4m3_q else layout.values if layout.half else BF16
+    )
     if e4m3_q:
         q, scales["q_scale"] = q.view(np.uint8), 0.9
     table, lens = rng.integers(0, 9, (6, 15), dtype=np.int32), np.array([1, 0, 915, 64, 940, 3], np.int32)
@@ -232,7 +241,8 @@ def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel:
     scale = SM_SCALES[layout.d_qk]
     gpu_q, gpu_table, gpu_lens = on_gpu(q, table, lens)
     os.environ[VARIABLE] = kernel
-    for tokens, sees in ((2, {}), (1, {"causal": False, "window": 100})):
+    for tokens, view in ((2, {}), (1, {"causal": False, "window": 100})):
+        sees = {**view, "layout": layout.name}
         expected = cupy_mla.dense_decode(q[:, :tokens], cache, table, lens, scale, **scales, **sees)
         for splits in DENSE_SPLITS.get(kernel, (None, 1, 3)):
             result = cupy_mla.dense_decode(
@@ -306,13 +316,16 @@ def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> No
             compare_attention(f"divided {layout.name} h {h} {name} {number}", result, expected)
 
 
+MOST_HEADS = layouts.V32_FP8, layouts.V4_FP8, layouts.BF16_576  # layouts that are tried with 128 heads, too
+
+
 def decode_kernels(layout: layouts.Layout) -> Iterator[str]:
     """The kernels for Hopper that can serve a decode."""
-    if not layout.scales_apart:
+    if layout in few_heads_sm90.LAYOUTS:
         yield "few_heads_sm90"
-    if layout.quantized:
+    if layout in fp8_sm90.LAYOUTS:
         yield "fp8_sm90"
-    else:
+    if layout in (layouts.BF16_576, layouts.BF16_512):
         yield from ("bf16_few_heads_sm90", *FLAT)
 
 
@@ -484,10 +497,11 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
     for layout, heads in product((layouts.BF16_576, layouts.BF16_512), (16, 32, 64)) if hopper else ():
         case = partial(cluster_case, layout=layout, heads=heads)
         yield f"decode d_qk {layout.d_qk} in clusters of {heads} heads", case
-    for layout in (layouts.V32_FP8, layouts.V4_FP8, layouts.BF16_576, layouts.BF16_512):
-        for h in (8, 32, 64) if layout is layouts.BF16_512 else (16, 32, 64, 128):
-            for kernel in (*(decode_kernels(layout) if hopper else ()), *shapes):
-                name = "bf16 512" if layout is layouts.BF16_512 else layout.name
+    for layout in layouts.DENSE_LAYOUTS:
+        both = sum(other.name == layout.name for other in layouts.DENSE_LAYOUTS) > 1
+        name = f"{layout.name} {layout.d_qk}" if both and layout.d_qk == 512 else layout.name
+        for h in (16, 32, 64, 128) if layout in MOST_HEADS else (8, 32, 64):
+            for kernel in (*(decode_kernels(layout) if hopper else ()), *shapes) if not layout.half else ():
                 yield f"decode {name} h {h} {kernel}", partial(decode_case, layout=layout, h=h, kernel=kernel)
             for kernel in dense_kernels(driver.gpu(0), layout):
                 yield f"dense {name} h {h} {kernel}", partial(dense_case, layout=layout, h=h, kernel=kernel)

@@ -59,11 +59,11 @@ def cache_layout(
     last = cache.shape[-1] if cache.shape else 0
     found = [
         layout
-        for layout in (*allowed, *(others or ()))
+        for layout in dict.fromkeys((*allowed, *(others or ())))
         if layout.last_axis == last and layout.quantized == (cache.dtype in QUANTIZED)
     ]
-    if asked is None and found and not any(layout.told for layout in found):
-        may_be = " or ".join(repr(layout.name) for layout in found)
+    if asked is None and found and found[0] in allowed and not any(layout.told for layout in found):
+        may_be = " or ".join(repr(layout.name) for layout in found if layout in allowed)
         raise ValueError(f"{cache.name}: rows of {last} bytes may be anything: say {asked_by}={may_be}")
     found = [layout for layout in found if (asked in layout.names if asked is not None else layout.told)] or found
     found = [layout for layout in found if layout.quantized or layout.dtype == cache.dtype] or found

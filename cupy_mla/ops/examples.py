@@ -309,7 +309,10 @@ def mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call
             yield Call(f"{detail}, unaligned rows", arguments, unaligned=("kv_c", "k_pe"))
         if layout.quantized or not layout.rope_apart:
             arguments = {**row, **no_rope, "kv_cache": _empty_cache(layout), **_named(layout)}
-            yield Call(f"{layout.name} of {layout.d_qk} without RoPE", arguments)
+            detail = f"{layout.name} of {layout.d_qk} without RoPE"
+            yield Call(detail, arguments)
+            if not layout.rope_apart:
+                yield Call(f"{detail}, unaligned rows", arguments, unaligned=("kv_c",))
 
 
 def v4_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:

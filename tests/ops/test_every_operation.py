@@ -18,6 +18,7 @@ def test_none_is_left_out() -> None:
     others = {
         "absorb_q", "v_up_proj", "split_kv_b_proj",  # products of the caller's library
         "empty_cache", "plan_splits", "to_cupy", "to_numpy", "to_torch", "cuda_available", "get_mla_metadata",
+        "flash_mla_with_kvcache_fp8", "get_mla_metadata_dense_fp8",  # dense_decode, and its schedule
         "prefill_workspace_size", "reshape_attn_output_for_spec_decode", "reshape_query_for_spec_decode",
         "split_decodes_and_prefills", "split_prefill_chunks",
     }  # fmt: skip

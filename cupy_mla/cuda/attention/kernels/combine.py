@@ -13,9 +13,13 @@ from ...structs import Packed
 from ..problem import Problem
 
 
-@cache
 def kernel(half: bool = False) -> Kernel:
     """The kernel; of the layout it knows whether results are float16."""
+    return _kernel(half)
+
+
+@cache
+def _kernel(half: bool) -> Kernel:
     return Kernel("attention/combine.cu", structs.ATTENTION, {"D_V": D_V, "HALF_ITEMS": int(half)}, overlaps=True)
 
 

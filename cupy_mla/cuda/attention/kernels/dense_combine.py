@@ -18,7 +18,6 @@ SPILL_BYTES = 4  # once a line
 MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
 
 
-@cache
 def kernel(lines: int = bf16_sm90.HEADS, fp8: bool = False, half: bool = False) -> Kernel:
     """The kernel for work items of so many lines. It does not depend on the width of rows.
 
@@ -26,6 +25,11 @@ def kernel(lines: int = bf16_sm90.HEADS, fp8: bool = False, half: bool = False) 
         fp8: for what `dense_fp8_sm90` leaves.
         half: results are float16, else bfloat16.
     """
+    return _kernel(lines, fp8, half)
+
+
+@cache
+def _kernel(lines: int, fp8: bool, half: bool) -> Kernel:
     defines = {
         **bf16_sm90.defines(FP16_576 if half else BF16_576), "HEADS": lines, "FP8_PARTIALS": int(fp8),
         "MOST_SHARES": MOST_SHARES, "UNEVEN_ITEM_COST": 0, "MAX_CLUSTER": MAX_CLUSTER,
