@@ -232,7 +232,7 @@ def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel:
     else:
         cache, gpu_cache = packed(rng, layout, 9, 61)
     q = (10 * rng.standard_normal((6, 2, h, layout.d_qk))).astype(
-        E4M3 if e4m3_q else layout.values if layout.half else BF16
+        E4M3 if e4m3_q else layout.values
     )
     if e4m3_q:
         q, scales["q_scale"] = q.view(np.uint8), 0.9
