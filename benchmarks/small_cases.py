@@ -257,6 +257,21 @@ def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel:
             compare_attention(f"dense {layout.name} h {h} {kernel} {tokens} tokens {division}", result, expected)
 
 
+def plain_case(rng: np.random.Generator, layout: layouts.Layout, h: int, e4m3_q: bool) -> None:
+    """Sparse decode over PLAIN_FP8 rows by `fp8_sm90`, in each division that it has for them."""
+    cache = rng.standard_normal((9, 61, layout.d_qk)).astype(E4M3).view(np.uint8)
+    q, scales = 10 * rng.standard_normal((6, 2, h, layout.d_qk)), {"k_scale": 0.1}
+    q = q.astype(E4M3).view(np.uint8) if e4m3_q else q.astype(BF16)
+    if e4m3_q:
+        scales["q_scale"] = 0.9
+    indices, scale = rng.integers(-99, 9 * 61, (6, 2, 300), dtype=np.int32), SM_SCALES[layout.d_qk]
+    expected, on = cupy_mla.sparse_decode(q, cache, indices, scale, **scales), on_gpu(q, cache, indices)
+    for kind, heads in product(("whole", "clusters", "shares"), (32, 64)):
+        with cupy_mla.forced("fp8_sm90", f"{kind}(heads={heads})"):
+            result = cupy_mla.sparse_decode(*on, scale, **scales)
+        compare_attention(f"decode plain_fp8 {layout.d_qk} h {h} {kind} {heads}", result, expected)
+
+
 def cluster_case(rng: np.random.Generator, layout: layouts.Layout, heads: int) -> None:
     """`bf16_cluster_sm90`, so many heads a work item."""
     with cupy_mla.forced(division=f"clusters(heads={heads})"):
@@ -508,7 +523,9 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
     plain = (layouts.PLAIN_FP8_576, layouts.PLAIN_FP8_512) if hopper else ()
     for layout, h, e4m3_q in product(plain, (16, 70), (False, True)):
         act = partial(dense_case, layout=layout, h=h, kernel="dense_fp8_sm90", e4m3_q=e4m3_q)
-        yield f"dense plain_fp8 {layout.d_qk} h {h} q {'e4m3' if e4m3_q else 'bf16'}", act
+        name = f"plain_fp8 {layout.d_qk} h {h} q {'e4m3' if e4m3_q else 'bf16'}"
+        yield f"dense {name}", act
+        yield f"decode {name}", partial(plain_case, layout=layout, h=h, e4m3_q=e4m3_q)
 
 
 def is_named(name: str, starts: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from ...structs import Packed
 from . import bf16_sm90, fp8_sm90
 
 CTAS = 2  # of an SM, at most: the next launch waits for them
-SPILL_BYTES = 4  # once a line
+SPILL_BYTES = {False: 4, True: 12}  # once a line; of `fp8`
 MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
 
 
@@ -36,7 +36,7 @@ def _kernel(lines: int, fp8: bool, half: bool) -> Kernel:
     }  # fmt: skip
     return Kernel(
         "attention/dense_combine.cu", structs.DENSE, defines, archs=("90a",), target="90a", overlaps=True,
-        spill_bytes=SPILL_BYTES,
+        spill_bytes=SPILL_BYTES[fp8],
     )  # fmt: skip
 
 
