@@ -38,7 +38,7 @@ def decode(layout: Layout, b: int, heads: int, s_q: int = 1, width: int = WIDTH,
     kind = Torch()
     q, cache = np.zeros((b, s_q, heads, layout.d_qk), BF16), np.zeros((3, 64, layout.last_axis), layout.dtype)
     table, lens = np.zeros((b, width), np.int32), np.zeros(b, np.int32)
-    cupy_mla.dense_decode(*map(kind.put, (q, cache, table, lens)), 0.04, **more)
+    cupy_mla.dense_decode(*map(kind.put, (q, cache, table, lens)), 0.04, layout=layout.name, **more)
 
 
 def launched(gpu: FakeGPU) -> list[tuple[Kernel, tuple[int, ...]]]:
