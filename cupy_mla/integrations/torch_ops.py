@@ -60,8 +60,8 @@ class TorchOperation:
             raise TypeError(f"{self.name}() takes {len(self._names)} positional arguments, got {len(args)}")
         arguments = dict(zip(self._names[: len(args)], args, strict=True))
         arguments.update(kwargs)
-        for name in self._scales & arguments.keys():  # a number becomes an array of one
-            if isinstance(arguments[name], float | int):
+        for name in self._scales:  # a number becomes an array of one
+            if isinstance(arguments.get(name), (float, int)):
                 like = arguments[self._like]
                 arguments[name] = like.new_full((1,), arguments[name], dtype=torch.float32)
         places = {name: arguments.pop(name, None) for name in self._given}

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import layouts
-from ..dtypes import BFLOAT16, FLOAT32
+from ..dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ..ops.table import ALL, OPERATIONS, TABLE, Call, Operation, Wanted
 from ..reference.cache import rows_of
 
 # What two results of attention may differ by, absolutely or relatively: both sides' rounding.
-BOUNDS = {BFLOAT16: (1e-3, 3.01 / 128), FLOAT32: (1e-5, 16.02 / 65536)}
+BOUNDS = {BFLOAT16: (1e-3, 3.01 / 128), FLOAT16: (1e-3, 3.01 / 128), FLOAT32: (1e-5, 16.02 / 65536)}
 
 
 class Case(NamedTuple):

@@ -52,7 +52,7 @@ def test_the_first_load_is_logged_in_one_line(monkeypatch, caplog):
         made.load(0)
     (record,) = caplog.records
     assert record.name == "cupy_mla"
-    assert "attention/combine.cu D_V=512 ready for sm_90 in " in record.message
+    assert "attention/combine.cu D_V=512 HALF_ITEMS=0 ready for sm_90 in " in record.message
     assert made.loaded(0)
     assert not made.loaded(1)
 
@@ -139,7 +139,7 @@ def test_the_gpu_is_too_old(monkeypatch):
 
 def test_a_kernel_has_the_name_of_its_file():
     assert combine.kernel().name == "combine"
-    assert repr(combine.kernel()) == "attention/combine.cu D_V=512"
+    assert repr(combine.kernel()) == "attention/combine.cu D_V=512 HALF_ITEMS=0"
 
 
 def test_sources_include_each_header_behind_a_guard():

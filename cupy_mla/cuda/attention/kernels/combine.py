@@ -13,22 +13,18 @@ from ...structs import Packed
 from ..problem import Problem
 
 
+@cache
 def kernel(half: bool = False) -> Kernel:
     """The kernel; of the layout it knows whether results are float16."""
-    return _kernel(half)
-
-
-@cache
-def _kernel(half: bool) -> Kernel:
     return Kernel("attention/combine.cu", structs.ATTENTION, {"D_V": D_V, "HALF_ITEMS": int(half)}, overlaps=True)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     yield kernel()
-    yield kernel(half=True)
+    yield kernel(True)
 
 
 def launch(problem: Problem, params: Packed) -> Launch:
     """The launch behind one that left partial results."""
-    return Launch(kernel(problem.layout.half), (problem.queries, problem.heads, 1), params)
+    return Launch(kernel(True) if problem.layout.half else kernel(), (problem.queries, problem.heads, 1), params)
