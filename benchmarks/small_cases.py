@@ -231,9 +231,7 @@ def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel:
         (gpu_cache,), scales["k_scale"] = on_gpu(cache), 0.1
     else:
         cache, gpu_cache = packed(rng, layout, 9, 61)
-    q = (10 * rng.standard_normal((6, 2, h, layout.d_qk))).astype(
-        E4M3 if e4m3_q else layout.values
-    )
+    q = (10 * rng.standard_normal((6, 2, h, layout.d_qk))).astype(E4M3 if e4m3_q else layout.values)
     if e4m3_q:
         q, scales["q_scale"] = q.view(np.uint8), 0.9
     table, lens = rng.integers(0, 9, (6, 15), dtype=np.int32), np.array([1, 0, 915, 64, 940, 3], np.int32)
