@@ -158,8 +158,8 @@ def convert_to_slots_and_ends(
     With them attention works through the entries before a row's end alone, and -1 may still stand anywhere before it.
 
     Args:
-        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts,
-            block_stride_rows: as for `convert_req_index_to_global_index`.
+        req_id, block_table, token_indices, block_size: as for `convert_req_index_to_global_index`.
+        prefill_request_ids, prefill_workspace_starts, block_stride_rows: the same.
         out: [T, K] int32, written in place when given; may be `token_indices` itself.
         ends: [T] int32, written in place when given.
 
