@@ -103,12 +103,12 @@ def other_records(name: str) -> Iterator[tuple[Problem, str, Division, float]]:
     gpu = replace(gpu_of(json.loads((FOLDERS["h100"] / "candidates.json").read_text())), name=name.upper())
     for path in (FOLDERS[name] / f"{record}.json" for record in OTHERS):
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
-            if "valid" not in row:  # short lists: nobody knows before
+            if "valid" not in row and "way" in row:  # short lists: nobody knows before
                 yield named_problem(gpu, row["case"]), *way_of(row["way"]), row["ours_us"]
 
 
 def chosen_way(gpu: Gpu, row: dict[str, Any]) -> str:
-    """The kernel and division that the package chooses on a GPU for the call of a row."""
+    """The kernel and division that the package chooses on a GPU for the call of a row of sparse attention."""
     kernel = {163: "portable", 99: "portable_99kb"}.get(row.get("shape", 0), "")
     chosen = choose(named_problem(gpu, row["case"])._replace(kernel=kernel))
     return f"{chosen.kernel} {chosen.division}"

@@ -25,6 +25,7 @@ from cupy_mla import layouts
 from cupy_mla.calls import scratch
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, logits_sm90, topk
+from cupy_mla.cuda.attention import dense
 from cupy_mla.cuda.attention.choose import DENSE_NAMES, VARIABLE
 from cupy_mla.cuda.attention.divide import Clusters, Segments, Shares, Teams, Whole
 from cupy_mla.cuda.attention.kernels import few_heads_sm90, fp8_sm90, portable
@@ -348,7 +349,7 @@ def dense_kernels(gpu: driver.Gpu, layout: layouts.Layout) -> Iterator[str]:
         if name.startswith("portable"):
             runs = name != "portable" or gpu.shared_kb >= portable.LARGE
         else:
-            runs = gpu.capability == 90 and layout.quantized == (name in DENSE_DIVISIONS)
+            runs = gpu.capability == 90 and layout in dense.KERNELS[name].LAYOUTS
         if runs:
             yield name
 

@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the tests of kernels for Hopper on the CPU: tests/emulator, with so many SMs",
     )  # fmt: skip
     parser.addoption(
-        "--share", type=float, default=1.0, help="of the cases of a `long` test that -m asks for (default 1: all)"
+        "--share", type=float, default=1.0, help="of the cases of a test that -m asks for by `long` or `every_arch`"
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def _not_asked_for(config: pytest.Config, items: list[pytest.Item]) -> Iterator[
     seed = kernels_hash() if seed is None else seed
     for mark in OPT_IN:
         asked = mark in config.getoption("-m")
-        share = config.getoption("--share") if mark == "long" else 1.0
+        share = config.getoption("--share") if mark != "contracts" else 1.0
         if asked and share == 1.0:
             continue
         marked = _by_function(i for i in items if i.get_closest_marker(mark) and not i.get_closest_marker("gpu"))

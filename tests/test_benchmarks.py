@@ -357,14 +357,14 @@ def indexer(harness, module) -> ModuleType:
 
 
 def test_shapes_of_the_indexer(indexer):
-    """The important ones first, then five prefills and ten decodes drawn anew."""
+    """The important ones first, then five prefills, ten decodes and three of short contexts drawn anew."""
     one, same, other = (indexer.shapes(np.random.default_rng(seed), False) for seed in (1, 1, 2))
     fixed = {*indexer.PREFILLS, *indexer.DECODES}
     assert one == same != other
     assert one[: len(indexer.QUICK)] == indexer.shapes(np.random.default_rng(1), True) == [*indexer.QUICK]
     assert {*one[: len(fixed)]} == fixed
     assert [len(shape) for shape in one[len(fixed) :]].count(2) == 5
-    assert [len(shape) for shape in one[len(fixed) :]].count(3) == 10
+    assert [len(shape) for shape in one[len(fixed) :]].count(3) == 13
     for shape in one:
         assert all(size > 0 for size in shape)
         assert shape[-1] >= shape[-2]

@@ -43,7 +43,7 @@ def test_import_takes_no_other_library(loaded):
 def test_import_takes_little(loaded):
     """Modules are counted, not seconds, of which a busy machine takes more: these take about a tenth of a second."""
     ours = [name for name in loaded if name.partition(".")[0] == "cupy_mla"]
-    assert len(ours) < 120
+    assert len(ours) < 140
     assert len(loaded) - len(ours) < 25
     assert not {"asyncio", "concurrent", "multiprocessing", "sqlite3", "unittest"} & set(loaded)
 

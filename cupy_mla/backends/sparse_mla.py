@@ -210,8 +210,8 @@ class SparseMLAImpl:
             topk_indices: [T, topk] int32 token positions in each token's request, and -1, anywhere, where there are
                 fewer; with the config's kpool [T, topk + kpool - 1], from `expand_pools_and_append_tail`. Of layers
                 that share a list what `IndexGroups.get` returns, which is not converted again.
-            valid_counts: [T] int32 entries of each token's list that count, the first ones; None: all that are not -1.
-                They tell where lists end, which else is looked for.
+            valid_counts: [T] int32 where each token's list ends: -1 stands behind, as the indexer leaves it. None: that
+                is looked for.
             sinks: [h] float32 a value of each head that its softmax divides by too, in natural-log units, of models
                 that have them (HY-V4); None: none.
             out: [T, h, 512] bfloat16, written in place when given.

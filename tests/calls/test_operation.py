@@ -902,7 +902,8 @@ def launches(
     )
     gpu.log.clear()
     gpu.used = 0
-    cupy_mla.sparse_decode(**arrays, sm_scale=0.1, batch_invariant=batch_invariant)
+    named = None if layout.told else layout.name
+    cupy_mla.sparse_decode(**arrays, sm_scale=0.1, batch_invariant=batch_invariant, layout=named)
     return [(launch.kernel, launch.grid[1:]) for launch in gpu.log]
 
 

@@ -39,4 +39,4 @@ def test_attention(kind, emulated, rng, fmt, scale, drawn_queries, h_q, num_spli
 
 def test_scales_are_read_when_the_call_runs(kind, emulated, rng):
     of_operation.test_scales_are_read_when_the_call_runs(kind, rng)
-    assert "portable" in emulated.launched
+    assert "dense_fp8_sm90" in emulated.launched

@@ -20,7 +20,7 @@ def test_none_is_left_out() -> None:
         "empty_cache", "plan_splits", "to_cupy", "to_numpy", "to_torch", "cuda_available", "get_mla_metadata",
         "flash_mla_with_kvcache_fp8", "get_mla_metadata_dense_fp8",  # dense_decode, and its schedule
         "prefill_workspace_size", "reshape_attn_output_for_spec_decode", "reshape_query_for_spec_decode",
-        "split_decodes_and_prefills", "split_prefill_chunks",
+        "split_decodes_and_prefills", "split_prefill_chunks", "layer_sources",
     }  # fmt: skip
     functions = {n for n in cupy_mla.__all__ if type(getattr(cupy_mla, n)) is type(test_none_is_left_out)}
     assert functions - others == set(OPERATIONS)

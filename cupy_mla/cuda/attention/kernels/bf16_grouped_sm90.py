@@ -80,9 +80,9 @@ def kernels() -> Iterator[Kernel]:
 
 
 def serves(problem: Problem) -> bool:
-    """Prefill of few heads, unsplit."""
+    """Prefill of few heads over bf16 rows, unsplit."""
     few = problem.prefill and problem.heads <= MAX_HEADS and problem.num_splits <= 1
-    return problem.on_hopper and few and problem.groupable
+    return problem.on_hopper and few and problem.groupable and problem.layout in bf16_sm90.LAYOUTS
 
 
 def full(problem: Problem) -> float:

@@ -90,7 +90,8 @@ def serves(problem: Problem) -> bool:
 
 def candidates(problem: Problem) -> Iterator[Division]:
     """Whole items, partial results for `combine.cu`, and shares; not where kernels for Hopper can serve the call."""
-    if problem.on_hopper and problem.layout in ON_HOPPER and not problem.asks:
+    others = problem.layout in ON_HOPPER and not (problem.prefill and problem.layout.quantized)
+    if problem.on_hopper and others and not problem.asks:
         return
     heads, asked, sms = block_heads(problem.heads), problem.splits(INVARIANT_ROWS), problem.gpu.sms
     if asked <= 1:
