@@ -1,7 +1,7 @@
 """Every kernel variant compiles within its promises on spills and shared memory. Needs no GPU.
 
-A plain run compiles a variant of each `.cu` file for one architecture. `pytest -m every_arch`, of which CI runs a share,
-compiles every variant for one, and a variant of each file for every one; with CUPY_MLA_EVERY_PAIR=1 all variants for all.
+A plain run compiles a variant of each `.cu` file for one architecture. `pytest -m every_arch`, of which CI runs a
+share, compiles every variant for one, and a variant of each file for every one; with CUPY_MLA_EVERY_PAIR=1 all for all.
 """
 
 from __future__ import annotations
