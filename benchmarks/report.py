@@ -21,6 +21,7 @@ from cases import (
     DENSE,
     DENSE_FP8,
     INDEXER,
+    INDEXER_V41,
     PORTABLE,
     PREFILL,
     SMALL_PREFILL,
@@ -35,7 +36,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
-GROUPS = [*PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *DENSE_FP8, *CACHE_OPS, *PORTABLE, *INDEXER]
+GROUPS = [
+    *PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *DENSE_FP8, *CACHE_OPS, *PORTABLE, *INDEXER, *INDEXER_V41,
+]  # fmt: skip
 NOT_MEASURED = "Not measured yet."
 KERNEL_ROWS = {
     "localize": "localize topk", "globalize": "globalize topk", "merge_topk": "merge topk",
