@@ -16,11 +16,12 @@ from ..kinds import E4M3
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
-LAYOUTS = dict(zip(oracle.FORMATS, layouts.ATTENTION_LAYOUTS, strict=True))
+FORMATS = (*oracle.FORMATS, oracle.V32_NOPE, oracle.V41, oracle.V41_SPLIT)
+LAYOUTS = dict(zip(FORMATS, layouts.ATTENTION_LAYOUTS, strict=True))
 
 
 @given(
-    st.integers(0, 2**32 - 1), st.sampled_from(oracle.FORMATS), st.integers(1, 4), st.sampled_from([1, 2, 61, 64]),
+    st.integers(0, 2**32 - 1), st.sampled_from(FORMATS), st.integers(1, 4), st.sampled_from([1, 2, 61, 64]),
     st.integers(0, 2),
 )  # fmt: skip
 def test_rows_are_those_of_the_oracle(seed, fmt, num_blocks, block_size, gap):
@@ -54,6 +55,6 @@ def test_cache_of_fp8_items(rng):
     np.testing.assert_array_equal(got, rows_of(cache, layouts.V4_FP8, slots))
 
 
-@pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_no_rows(fmt):
     assert rows_of(empty_cache(fmt, 2, 8), LAYOUTS[fmt], np.zeros(0, np.int32)).shape == (0, fmt.d_qk)
