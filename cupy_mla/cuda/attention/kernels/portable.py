@@ -27,7 +27,6 @@ UNEVEN_ITEM_COST = 11  # of lists that are not equally long, in eighths of a pai
 INVARIANT_ROWS = 512  # of a split of a batch-invariant call
 PLACES = 2  # for partial results of a CTA, where rows are divided evenly
 LEAST_SPLIT = 2  # pairs of tiles that a split has at least there
-SPILL_BYTES = 8  # of PLAIN_FP8 rows, in one variant on sm_120
 
 
 class Shape(NamedTuple):
@@ -73,10 +72,7 @@ def kernel(layout: Layout, heads: int, limit: int, dense: bool = False) -> Kerne
         "SHARED_LIMIT": 1024 * limit, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST, "DENSE": int(dense),
     }  # fmt: skip
     archs = PORTABLE if limit == SMALL else ("80", "90", "100")
-    return Kernel(
-        "attention/portable.cu", structs.DENSE if dense else structs.ATTENTION, defines, archs=archs,
-        spill_bytes=SPILL_BYTES if layout.scale_of_call else 0,
-    )  # fmt: skip
+    return Kernel("attention/portable.cu", structs.DENSE if dense else structs.ATTENTION, defines, archs=archs)
 
 
 def kernels() -> Iterator[Kernel]:
