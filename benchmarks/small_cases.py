@@ -137,7 +137,7 @@ def backward_case(rng: np.random.Generator, h: int, dtype: str, d_qk: int = 576,
     for part, ours, others, reference in zip(("dq", "dkv", "d_sink"), whole, chunks, expected, strict=True):
         name = f"backward h {h} d_qk {d_qk} {dtype} {kernel} {part}"
         size = 2 * np.abs(reference.astype(np.float32)).max()  # sums of many terms: errors are beside the largest
-        compare(name, cupy.asnumpy(ours).astype(np.float32) / size, reference.astype(np.float32) / size)
+        compare(name, ours.astype(np.float32) / size, reference.astype(np.float32) / size)
         different = others.view(cupy.uint8) != ours.view(cupy.uint8)
         compare(f"{name}, chunks", different, np.zeros(1, np.uint8))
 
