@@ -20,7 +20,7 @@ from .structs import FLOAT, INT32, INT64, POINTER, Struct
 PACK = Struct(
     "PackParams", latent=POINTER, rope=POINTER, cache=POINTER, slots=POINTER, latent_stride=INT64, rope_stride=INT64,
     block_stride=INT64, row_stride=INT64, num_slots=INT64, block_size=INT32, num_tokens=INT32, power_of_two=INT32,
-    least_scale=FLOAT,     k_scale=structs.CALL_SCALE,
+    least_scale=FLOAT, k_scale=structs.CALL_SCALE,
 )  # fmt: skip
 UNPACK = Struct(
     "UnpackParams", slots=structs.INTEGERS, cache=POINTER, out=POINTER, block_stride=INT64, row_stride=INT64,

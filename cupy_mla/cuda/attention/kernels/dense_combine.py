@@ -1,4 +1,4 @@
-"""`kernels_cu/attention/dense_combine.cu`: merges the partial results of `dense_sm90` and `dense_fp8_sm90`."""
+"""`kernels_cu/attention/dense_combine.cu`: shares, and their merge, for `dense_sm90` and `dense_fp8_sm90`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from ....layouts import BF16_576, FP16_576
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
-from ...program import Launch
+from ...paging import ceil_div
+from ...program import Launch, Program, Slot
 from ...structs import Packed
+from ..divide import CUT_COST, HALF_PARTIAL_BYTES
+from ..problem import DenseProblem
 from . import bf16_sm90, fp8_sm90
 
 CTAS = 2  # of an SM, at most: the next launch waits for them
 SPILL_BYTES = {False: 4, True: 12}  # once a line; of `fp8`
+LEAST_SPLIT = 1  # pairs of tiles
+INVARIANT_SPLITS = 8  # of each request in a batch-invariant call
 MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
 
 
@@ -48,10 +53,27 @@ def kernels() -> Iterator[Kernel]:
         yield kernel(lines, fp8=True)
 
 
-def launch(of: Kernel, params: Packed, lines: int, sms: int) -> Launch:
-    """The launch behind one that may have left partial results of so many lines.
+def in_shares(
+    of: Kernel, merge: Kernel, problem: DenseProblem, params: Packed, lines: int, splits: int, ctas: int
+) -> Program:
+    """The launch of all rows in equal shares, a share a CTA, and that which merges items that are cut.
 
     Args:
-        of: a kernel of this module.
+        of: a kernel of `dense_sm90` or `dense_fp8_sm90`.
+        merge: a kernel of this module.
+        lines: of a work item.
+        splits: of each item; with one or none, items are cut where a share ends.
+        ctas: the most shares, where items are cut so.
     """
-    return Launch(of, (min(CTAS * sms, lines), 1, 1), params)
+    items = problem.items(lines)
+    shares = items * splits if splits > 1 else min(ctas, items * problem.pairs)
+    nbytes = (shares if splits > 1 else 2 * shares) * lines * HALF_PARTIAL_BYTES
+    memory = Slot("partial results", shape=(nbytes + 16 * shares,)).ptr
+    params = params.replaced(
+        s_q=1, h_q=problem.lines, num_queries=problem.requests, num_splits=splits, cluster_parts=memory,
+        plan=memory + nbytes, least_split=LEAST_SPLIT, cut_cost=shares * CUT_COST,
+        whole_items=ceil_div(items, shares) * shares, num_shares=shares,
+    )  # fmt: skip
+    merged = min(items, shares) * min(problem.lines, lines)
+    grid = (min(CTAS * problem.gpu.sms, merged), 1, 1)
+    return [Launch(of, (shares, 1, 1), params), Launch(merge, grid, params)]

@@ -13,7 +13,7 @@ from ...kernel import Kernel
 from ...paging import ceil_div
 from ...program import Launch, Program, Slot
 from ...structs import Packed
-from ..divide import CUT_COST, HALF_PARTIAL_BYTES, Clusters, Division, Shares, Whole, parse
+from ..divide import HALF_PARTIAL_BYTES, Clusters, Division, Shares, Whole, parse
 from ..problem import DenseProblem
 from . import dense_combine, fp8_sm90
 from .dense_cluster_sm90 import memory_us
@@ -29,8 +29,6 @@ WHOLE_US, ROUND_US = 1.0, {32: 4.8, 64: 6.6}
 SHARES_US, SHARES_ITEM_US = {32: 14.4, 64: 17.0}, 3.0  # with the merge; an item of each SM
 # Pairs of tiles that a CTA may have of a request that might be alone among short ones.
 MOST_PAIRS = {Whole: 16, Clusters: 8}
-LEAST_SPLIT = 1  # pairs of tiles, in shares
-INVARIANT_SPLITS = 8  # of each request in a batch-invariant call
 SPILL_BYTES = 0
 
 
@@ -82,7 +80,7 @@ def _offered(problem: DenseProblem) -> Iterator[Division]:
     asks = bool(problem.kernel or problem.division)
     few = [lines for lines in LINES if problem.lines <= lines]
     if problem.batch_invariant:  # nothing depends on what else is in the batch
-        yield Shares((*few, max(LINES))[0], problem.num_splits or INVARIANT_SPLITS)
+        yield Shares((*few, max(LINES))[0], problem.num_splits or dense_combine.INVARIANT_SPLITS)
         return
     at_once = problem.gpu.clusters_at_once(fp8_sm90.cluster_kernel())
     for lines in LINES if problem.lines > min(LINES) else LINES[:1]:
@@ -126,22 +124,12 @@ def launches(problem: DenseProblem, params: Packed) -> Program:
     division: Any = _chosen(problem)
     lines, items, sms = division.heads, problem.items(division.heads), problem.gpu.sms
     of = kernel(problem.layout, lines, DIVISIONS[type(division)])
+    if isinstance(division, Shares):
+        merge = dense_combine.kernel(lines, fp8=True)
+        return dense_combine.in_shares(of, merge, problem, params, lines, division.num_splits, division.ctas or sms)
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
-    each = lines * HALF_PARTIAL_BYTES
     if isinstance(division, Whole):
         return [Launch(of, (min(items, sms), 1, 1), params)]
-    if isinstance(division, Clusters):
-        ctas = items * division.cluster
-        memory = Slot("partial results", shape=(ctas * each,)).ptr
-        return [Launch(of, (ctas, 1, 1), params.replaced(cluster_parts=memory), division.cluster)]
-    splits = division.num_splits
-    shares = items * splits if splits > 1 else min(division.ctas or sms, items * problem.pairs)
-    nbytes = (shares if splits > 1 else 2 * shares) * each
-    memory = Slot("partial results", shape=(nbytes + 16 * shares,)).ptr
-    params = params.replaced(
-        num_splits=splits, cluster_parts=memory, plan=memory + nbytes, least_split=LEAST_SPLIT,
-        cut_cost=shares * CUT_COST, whole_items=ceil_div(items, shares) * shares, num_shares=shares,
-    )  # fmt: skip
-    merged = min(items, shares) * min(problem.lines, lines)
-    merge = dense_combine.launch(dense_combine.kernel(lines, fp8=True), params, merged, sms)
-    return [Launch(of, (shares, 1, 1), params), merge]
+    ctas = items * division.cluster
+    memory = Slot("partial results", shape=(ctas * lines * HALF_PARTIAL_BYTES,)).ptr
+    return [Launch(of, (ctas, 1, 1), params.replaced(cluster_parts=memory), division.cluster)]

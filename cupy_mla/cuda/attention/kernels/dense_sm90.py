@@ -8,18 +8,14 @@ from functools import cache
 from ....layouts import Layout
 from ... import structs
 from ...kernel import Kernel
-from ...paging import ceil_div
-from ...program import Launch, Program, Slot
+from ...program import Program
 from ...structs import Packed
-from ..divide import CUT_COST, HALF_PARTIAL_BYTES
 from ..problem import DenseProblem
 from . import bf16_sm90, dense_combine
 from .dense_cluster_sm90 import LAYOUTS, PAIR_US, memory_us
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
 UNEVEN_ITEM_COST = 8  # what an item costs beside its rows, in eighths of a pair of tiles
-LEAST_SPLIT = 1  # pairs of tiles
-INVARIANT_SPLITS = 8  # of each request in a batch-invariant call
 
 
 @cache
@@ -50,20 +46,6 @@ def us(problem: DenseProblem) -> float:
 
 def launches(problem: DenseProblem, params: Packed) -> Program:
     """The launch, a share a CTA, and that which merges items that are cut."""
-    items = problem.items(LINES)
-    splits = problem.num_splits or (INVARIANT_SPLITS if problem.batch_invariant else 1)
-    shares = items * splits if splits > 1 else min(problem.gpu.sms, items * problem.pairs)
-    nbytes = (shares if splits > 1 else 2 * shares) * LINES * HALF_PARTIAL_BYTES
-    memory = Slot("partial results", shape=(nbytes + 16 * shares,)).ptr
-    params = params.replaced(
-        s_q=1, h_q=problem.lines, num_queries=problem.requests, num_splits=splits, cluster_parts=memory,
-        plan=memory + nbytes, least_split=LEAST_SPLIT, cut_cost=shares * CUT_COST,
-        whole_items=ceil_div(items, shares) * shares, num_shares=shares,
-    )  # fmt: skip
-    merge = dense_combine.launch(
-        dense_combine.kernel(half=problem.layout.half),
-        params,
-        min(items, shares) * min(problem.lines, LINES),
-        problem.gpu.sms,
-    )
-    return [Launch(kernel(problem.layout), (shares, 1, 1), params), merge]
+    splits = problem.num_splits or (dense_combine.INVARIANT_SPLITS if problem.batch_invariant else 1)
+    of, merge = kernel(problem.layout), dense_combine.kernel(half=problem.layout.half)
+    return dense_combine.in_shares(of, merge, problem, params, LINES, splits, problem.gpu.sms)
