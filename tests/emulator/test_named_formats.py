@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_mla.cuda.attention.choose import VARIABLE
-
 from ..ops import test_named_formats as of_operation
 from ..ops.test_named_formats import every_format, every_scale_format, scales_of_0
 from .emulator import needs_compiler
@@ -32,7 +30,7 @@ def test_attention(kind, emulated, rng, fmt, h_q, num_splits):
 
 @scales_of_0
 @pytest.mark.parametrize("name", ["portable", "portable_99kb"])
-def test_what_is_stored_under_a_scale_of_0_is_0(kind, emulated, rng, monkeypatch, fmt, name):
-    monkeypatch.setenv(VARIABLE, name)
-    of_operation.test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt)
+def test_what_is_stored_under_a_scale_of_0_is_0(kind, emulated, rng, force, fmt, name):
+    force(name)
+    of_operation.test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt, force)
     assert {"portable", "unpack", "gather"} <= set(emulated.launched)
