@@ -11,6 +11,7 @@ from .emulator import needs_compiler
 pytestmark = needs_compiler
 
 
+@pytest.mark.long(sample=2)
 @every_scale_format
 def test_caches(kind, emulated, rng, fmt, scale_format):
     of_operation.test_rows_are_packed(kind, rng, fmt, scale_format)
@@ -20,6 +21,7 @@ def test_caches(kind, emulated, rng, fmt, scale_format):
     assert {"pack", "unpack", gather} <= set(emulated.launched)
 
 
+@pytest.mark.long(sample=2)
 @every_format
 @pytest.mark.parametrize(("h_q", "num_splits"), [(7, None), (64, 3)])
 def test_attention(kind, emulated, rng, fmt, h_q, num_splits):
@@ -28,6 +30,7 @@ def test_attention(kind, emulated, rng, fmt, h_q, num_splits):
     assert "portable" in emulated.launched
 
 
+@pytest.mark.long(sample=1)
 @scales_of_0
 @pytest.mark.parametrize("name", ["portable", "portable_99kb"])
 def test_what_is_stored_under_a_scale_of_0_is_0(kind, emulated, rng, force, fmt, name):
