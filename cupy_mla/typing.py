@@ -36,6 +36,9 @@ A = TypeVar("A", bound=AnyArray)
 ScaleFormat = Literal["fp32", "ue8m0"]
 """How scales of FP8 rows are chosen: any float32, or powers of two."""
 
+ScaleRounding = Literal["up", "nearest"]
+"""How e4m3 scales are chosen: the next that is large enough, or the nearest."""
+
 GradientDtype = Literal["bfloat16", "float32"]
 """Dtypes of gradients."""
 

@@ -180,10 +180,10 @@ def sparse_decode(
     k_scale: CallScale | None = None,
     layout: CacheLayout | None = None,
 ) -> tuple[A, A]:
-    """Sparse attention of query tokens over slots of a paged KV cache (V32_FP8, V4_FP8, PLAIN_FP8 or bf16), split-KV.
+    """Sparse attention of query tokens over slots of a paged KV cache (FP8, NVFP4 or bf16), split-KV.
 
     For each query token and head, over the slots j of the token's index lists that are valid, row_j being the cache's
-    row as numbers (`float(e4m3) * scale`, bf16 values as they are), and q times `q_scale` where it is e4m3::
+    row as numbers (`float(code) * scale`, bf16 values as they are), and q times `q_scale` where it is e4m3::
 
         logit[j] = sm_scale * dot(q, row_j)
         lse      = log(sum_j exp(logit[j]))
@@ -205,7 +205,7 @@ def sparse_decode(
         q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding. Over PLAIN_FP8 rows it may
             be float8_e4m3fn (or uint8 of the same bytes).
         k_cache: [num_blocks, block_size, (1,) 656 | 584] uint8 or float8_e4m3fn, or [..., 576 | 512] bfloat16, or
-            float8_e4m3fn or uint8 (PLAIN_FP8).
+            float8_e4m3fn or uint8 (PLAIN_FP8), or uint8 [..., 352] (V32_NVFP4), [..., 384] (V4_NVFP4); see `layout`.
             The block stride may exceed the block; it must be a multiple of 16 bytes.
         indices: [b, s_q, topk] int32 slots (`block * block_size + offset`), invalid where < 0 or beyond the cache.
         sm_scale: factor on the dot products before the softmax, the model's: see `sparse_prefill`.

@@ -18,11 +18,11 @@ from ..layouts import (
     ATTENTION_LAYOUTS,
     D_V,
     DENSE_LAYOUTS,
-    FP8_OF_V4,
-    FP8_OF_V32,
     INDEXER_FP8,
     INDEXER_LAYOUTS,
     INDEXER_MXFP4,
+    QUANTIZED_OF_V4,
+    QUANTIZED_OF_V32,
     Layout,
 )
 from ..reference import attention as reference_attention
@@ -90,6 +90,8 @@ FORMATS = (
     Format(layouts.V32_NOPE_FP8),
     Format(layouts.V41_FP8),
     Format(layouts.V41_FP8_SPLIT),
+    Format(layouts.V32_NVFP4),
+    Format(layouts.V4_NVFP4),
     Format(layouts.FP16_576),
     Format(layouts.FP16_512),
 )
@@ -317,7 +319,7 @@ def mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call
 
 def v4_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     row = {"k": _rows(rng, TOKENS, D_V), "slot_mapping": _slots(rng, wanted)}
-    for layout, _, _ in _formats(wanted, FP8_OF_V4):
+    for layout, _, _ in _formats(wanted, QUANTIZED_OF_V4):
         arguments = {**row, "k_cache": _empty_cache(layout), **_named(layout)}
         yield Call(layout.name, arguments)
         yield Call(f"{layout.name}, unaligned rows", arguments, unaligned=("k",))
@@ -351,7 +353,7 @@ def _lens(rng: np.random.Generator, wanted: Wanted) -> np.ndarray:
 
 
 def mla_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for layout, _, _ in _formats(wanted, FP8_OF_V32):
+    for layout, _, _ in _formats(wanted, QUANTIZED_OF_V32):
         arguments = {
             "src_cache": _full_cache(rng, layout), "dst": _unwritten((60, layout.d_qk), BFLOAT16),
             "block_table": _block_table(rng, wanted, 2), "seq_lens": _lens(rng, wanted),
@@ -362,7 +364,7 @@ def mla_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]
 
 
 def v4_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for layout, _, _ in _formats(wanted, FP8_OF_V4):
+    for layout, _, _ in _formats(wanted, QUANTIZED_OF_V4):
         lens = _lens(rng, wanted)
         for block_size, gather_lens in ((32, lens * 2 // 3), (15, None)):
             arguments = {

@@ -39,7 +39,7 @@
 // bf16 rows are copied (cp.async) into the stage of a tile that all output warps are done with. FP8 rows are copied as
 // they lie in the cache into a ring that each output warp has for its own rows, some tiles ahead. From there the warp
 // widens them to bf16, once, after P.V of the tile two before has freed the stage. UE8M0 scales: scaled, which is exact.
-// PLAIN_FP8: not scaled, which is exact; the call's scale is a factor on logits and on results.
+// NVFP4: scaled, which is exact. PLAIN_FP8: not scaled, which is exact; the call's scale is a factor on logits and on results.
 // V32_FP8: not scaled, for a value times a float32 would be rounded. A score warp scales S where the columns of a scale
 // end: ((S_0 * c_0 / c_1) + S_1) * c_1. An output warp, whose columns have one scale, multiplies P by it; P is
 // float16 until then, so that it is rounded to bf16 once. That rounding is the same for all columns of a scale, and the
@@ -72,9 +72,11 @@
 #include "ptx/mma_sync.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
+#include "rows/codes.cuh"
 #include "rows/items.cuh"
 #include "rows/place.cuh"
 #include "rows/quantize.cuh"
+#include "rows/scales.cuh"
 #include "tile/ring.cuh"
 #include "tile/softmax.cuh"
 #include "tile/staged_rows.cuh"
@@ -84,9 +86,9 @@ constexpr int SCORE_WARPS = 4, OUTPUT_WARPS = 8;
 constexpr int SCORE_THREADS = 32 * SCORE_WARPS, OUTPUT_THREADS = 32 * OUTPUT_WARPS;
 constexpr int THREADS = SCORE_THREADS + OUTPUT_THREADS;
 constexpr int GROUPS = HEADS >= 32 ? 2 : 1, SLICES = SCORE_WARPS / GROUPS;
-constexpr int M_TILES = HEADS / 16, GROUP_TILES = M_TILES / GROUPS;  // mma row tiles of the CTA, of a group
-constexpr int N_TILES = TILE_ROWS / 8, K_TILES = TILE_ROWS / 16;     // a tile's rows as columns of S, as k of P.V
-constexpr bool FP8 = Row::QUANTIZED, FOLDED = Row::FOLDED_SCALES > 0;
+constexpr int M_TILES = HEADS / 16, GROUP_TILES = M_TILES / GROUPS;    // mma row tiles of the CTA, of a group
+constexpr int N_TILES = TILE_ROWS / 8, K_TILES = TILE_ROWS / 16;       // a tile's rows as columns of S, as k of P.V
+constexpr bool FP8 = Row::QUANTIZED, FOLDED = Row::FOLDED_SCALES > 0;  // FP8: or e2m1
 constexpr int V_STEPS = D_V / 16 / SLICES;              // a score warp's slices of 16 columns among the first D_V
 constexpr int STEPS = D_QK / 16 / SLICES;               // all its slices
 constexpr int Q_IN_REGISTERS = STEPS - Q_IN_SHARED;     // slices of Q in registers
@@ -555,6 +557,57 @@ __device__ __forceinline__ void copy_tile(const AttentionParams& p, int count, i
     }
 }
 
+#if CODE_BITS == 4
+
+// Widen an output warp's rows of a tile, which have been copied, and say that they are there.
+__device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
+    const Role r = Role::here();
+    const uint32_t from = raw_rows(r.warp, raw_stage);
+    const int first = r.warp * COPIED_ROWS;
+    // A lane widens chunks `lane` and 32 + lane of each row. V4_NVFP4: the last ones are bf16 columns.
+    constexpr int CHUNKS = D_NOPE / 8, PARTS_OF_ROW = D_V / 256, AT_ONCE = D_NOPE < D_V ? 1 : 2;
+    static_assert(D_QK == D_V ? 8 * CHUNKS + D_ROPE == D_V : D_NOPE == D_V && ROPE_CODED && D_QK - D_V == 64, "");
+#pragma unroll
+    for (int begin = 0; begin < COPIED_ROWS; begin += AT_ONCE) {
+        Vec16 values[AT_ONCE][PARTS_OF_ROW];
+        uint32_t scales[AT_ONCE][PARTS_OF_ROW];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const uint32_t line = from + (begin + i) * Row::STAGED_BYTES;
+#pragma unroll
+            for (int part = 0; part < PARTS_OF_ROW; ++part) {
+                const int chunk = 32 * part + r.lane;
+                if (chunk < CHUNKS) {
+                    values[i][part].x = load_shared_4(line + 4 * chunk);
+                    scales[i][part] =
+                        load_shared_byte(line + STAGED_SCALES + place_of_scale(8 * chunk / SCALE_COLUMNS));
+                } else {
+                    values[i][part] = load_shared_16(line + int(ROPE_OFFSET) + 16 * (chunk - CHUNKS));
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll
+            for (int part = 0; part < PARTS_OF_ROW; ++part) {
+                const int chunk = 32 * part + r.lane;
+                if (chunk < CHUNKS)
+                    values[i][part] = dequantize_codes(values[i][part].x, e4m3_to_float(scales[i][part]));
+                store_shared_16(chunk_address(stage_address(stage), first + begin + i, chunk), values[i][part]);
+            }
+        }
+    }
+    if (D_QK > D_V && r.lane / 8 < COPIED_ROWS) {  // e4m3, a chunk a lane
+        const uint32_t codes = from + r.lane / 8 * Row::STAGED_BYTES + int(ROPE_OFFSET) + r.lane % 8 * 8;
+        store_shared_16(chunk_address(stage_address(stage), first + r.lane / 8, CHUNKS + r.lane % 8),
+                        dequantize_8(load_shared_8(codes), 1.0f));
+    }
+    __syncwarp();
+    mbarrier_arrive_for_warp(shared_address(&small().tile_full[stage]), r.lane);
+}
+
+#else
+
 // FP8: widen an output warp's rows of a tile, which have been copied, and say that they are there.
 __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
     const Role r = Role::here();
@@ -625,6 +678,8 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
     __syncwarp();
     mbarrier_arrive_for_warp(shared_address(&sm.tile_full[stage]), r.lane);
 }
+
+#endif
 
 // --- Q --------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@
 #include "tile/copy_row.cuh"
 #include "tile/row_tile.cuh"
 
-static_assert(Row::SCALES_BEHIND == 0 || Row::SCALES_BEHIND == 8 || Row::SCALES_BEHIND == 16, "one copy, or none");
+static_assert(Row::SCALES_BEHIND <= 8 || Row::SCALES_BEHIND % 16 == 0, "whole copies");
 
 // Start the copy of a row to row `row` of the tile (bf16) or of the staging area (FP8). Eight lanes copy a row.
 // `aligned`: every bf16 row starts at a multiple of 16 bytes; other rows are copied value by value.
@@ -18,6 +18,8 @@ __device__ __forceinline__ void copy_to_stage(const Row& from, uint32_t stage, i
             const uint8_t* scales = from.scales();
             if (lane % 8 == 0 && Row::SCALES_BEHIND == 8) cp_async_8(to + ROW_STRIDE, scales, scales != nullptr);
             if (lane % 8 == 0 && Row::SCALES_BEHIND == 16) cp_async_16(to + ROW_STRIDE, scales, scales != nullptr);
+            if (Row::SCALES_BEHIND > 16)
+                copy_row<Row::SCALES_BEHIND / 16>(to + ROW_STRIDE + lane % 8 * 16, scales, lane);
         }
         return;
     }

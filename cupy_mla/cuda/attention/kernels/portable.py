@@ -43,6 +43,8 @@ SHAPES = {
     ("fp32", 576, SMALL): Shape(16, 6), ("fp32", 576, LARGE): Shape(32, 7),
     ("fp32", 512, SMALL): Shape(16, 4), ("fp32", 512, LARGE): Shape(32, 6),
     ("ue8m0", 512, SMALL): Shape(16, 3), ("ue8m0", 512, LARGE): Shape(32, 6),
+    ("e4m3", 576, SMALL): Shape(16, 6), ("e4m3", 576, LARGE): Shape(32, 7),
+    ("e4m3", 512, SMALL): Shape(16, 3), ("e4m3", 512, LARGE): Shape(32, 6),
     ("call", 576, SMALL): Shape(16, 6), ("call", 576, LARGE): Shape(32, 7),
     ("call", 512, SMALL): Shape(16, 3), ("call", 512, LARGE): Shape(32, 6),
 }  # fmt: skip
