@@ -30,7 +30,7 @@ class Layout:
 
     Attributes:
         name: "bf16", "fp16", "v32_fp8", "v4_fp8", "plain_fp8", "v32_nope_fp8", "v41_fp8", "v41_fp8_split",
-            "v32_nvfp4", "v4_nvfp4", "indexer_fp8" or "indexer_mxfp4".
+            "v32_nvfp4", "v4_nvfp4", "v41_fp4", "v41_fp4_split", "indexer_fp8" or "indexer_mxfp4".
         d_qk: values a row has for Q.K (its first `D_V` values are V); 576 or 512 (128 for the indexer).
         d_nope, d_rope: the values that are quantized under scales, and those behind them (RoPE part of V3.2 and V4).
         token_bytes: bytes a token takes in the cache array (its last axis times the item size).
@@ -46,6 +46,7 @@ class Layout:
         scale_stride: bytes from a token's scales to the next token's where they stand apart.
         scales_in_fours: whether those of tiles 0, 4, 8, ... come first, then those of 1, 5, 9, ...
         least_scale: of e4m3 scales, what writers make smaller ones; 0: they stay.
+        divided: whether e2m1 codes are of values divided by an e4m3 scale; else of values times its rounded inverse.
         block_align: the block stride that writers use is a multiple of this.
         half: whether values are float16, as are queries and results then.
         told: whether dtype and last axis of a cache tell the layout; else callers must name it.
@@ -70,6 +71,7 @@ class Layout:
     scale_stride: int = 0
     scales_in_fours: bool = False
     least_scale: float = 0.0
+    divided: bool = False
     block_align: int = 1
     half: bool = False
     told: bool = True
@@ -158,6 +160,7 @@ class Layout:
             "SCALE_OF_CALL": int(self.scale_of_call),
             "SCALES_IN_FOURS": int(self.scales_in_fours),
             "SCALES_FLOORED": int(self.least_scale > 0),
+            "DIVIDED": int(self.divided),
             "CODE_BITS": self.code_bits,
             "ROPE_CODED": int(self.rope_coded),
         }
@@ -213,6 +216,16 @@ V4_NVFP4 = Layout(
     "v4_nvfp4", 512, 448, 64, token_bytes=384, row_stride=352, rope_offset=224, code_bits=4,
     scale_kind="e4m3", scale_tile=16, scale_offset=-1, scale_stride=32, block_align=16, of_v4=True, reader="fp4",
 )  # fmt: skip
+V41_FP4 = Layout(
+    "v41_fp4", 512, 512, 0, token_bytes=288, row_stride=288, rope_offset=288, code_bits=4,
+    scale_kind="e4m3", scale_tile=16, scale_offset=256, least_scale=LEAST_E4M3, divided=True, told=False, of_v4=True,
+    reader="fp4",
+)  # fmt: skip
+V41_FP4_SPLIT = Layout(
+    "v41_fp4_split", 512, 512, 0, token_bytes=288, row_stride=256, rope_offset=256, code_bits=4,
+    scale_kind="e4m3", scale_tile=16, scale_offset=-1, scale_stride=32, least_scale=LEAST_E4M3, divided=True,
+    block_align=512, told=False, of_v4=True, reader="fp4",
+)  # fmt: skip
 INDEXER_FP8 = Layout(
     "indexer_fp8", 128, 128, 0, token_bytes=132, row_stride=128, rope_offset=128,
     scale_kind="fp32", scale_tile=128, scale_offset=-1, scale_stride=4,
@@ -237,16 +250,21 @@ ATTENTION_LAYOUTS = (
     V32_NVFP4,
     V4_NVFP4,
 )
+# Of extra caches that may stand beside a main cache of another layout.
+EXTRA_LAYOUTS = (V41_FP4, V41_FP4_SPLIT)
+EXTRA_OF = {V41_FP8: (V41_FP4, V41_FP4_SPLIT), V41_FP8_SPLIT: (V41_FP4_SPLIT,)}
+CACHE_LAYOUTS = (*ATTENTION_LAYOUTS, *EXTRA_LAYOUTS)
 DENSE_LAYOUTS = (*ATTENTION_LAYOUTS, FP16_576, FP16_512)  # of `dense_decode`
 INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_MXFP4)  # told apart by dtype and last axis
-QUANTIZED_OF_V32 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.quantized and not layout.of_v4)
-QUANTIZED_OF_V4 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.of_v4)
+QUANTIZED_OF_V32 = tuple(layout for layout in CACHE_LAYOUTS if layout.quantized and not layout.of_v4)
+QUANTIZED_OF_V4 = tuple(layout for layout in CACHE_LAYOUTS if layout.of_v4)
 
 # The same names for type checkers, which read no tuples.
 CacheLayout = Literal[
     "bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "v4_fp8", "plain_fp8", "fp8", "fp8_e4m3",
     "v32_nope_fp8", "v41_fp8", "v41_fp8_split", "v32_nvfp4", "nvfp4_ds_mla", "v4_nvfp4",
 ]  # fmt: skip
+PagedLayout = Literal[CacheLayout, "v41_fp4", "v41_fp4_split"]
 DenseLayout = Literal[CacheLayout, "fp16", "float16"]
 WritableLayout = Literal[
     "bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "plain_fp8", "fp8", "fp8_e4m3", "v32_nope_fp8",
@@ -289,7 +307,7 @@ def by_name(name: str | Layout, d_qk: int = 576) -> Layout:
     """
     if isinstance(name, Layout):
         return name
-    known = (*DENSE_LAYOUTS, *INDEXER_LAYOUTS)
+    known = (*DENSE_LAYOUTS, *EXTRA_LAYOUTS, *INDEXER_LAYOUTS)
     require_choice("layout", name, names(known))
     widths = {layout.d_qk: layout for layout in known if name in layout.names}
     if len(widths) == 1:

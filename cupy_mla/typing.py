@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from .layouts import CacheLayout as CacheLayout  # names of the layouts of a model's cache
 from .layouts import DenseLayout as DenseLayout  # of those that `cupy_mla.dense_decode` takes
+from .layouts import PagedLayout as PagedLayout  # of all that are written, gathered and unpacked
 from .layouts import WritableLayout as WritableLayout  # of those that `cupy_mla.concat_and_cache_mla` writes
 
 

@@ -25,6 +25,8 @@ from cupy_mla.layouts import (
     V32_FP8,
     V32_NOPE_FP8,
     V32_NVFP4,
+    V41_FP4,
+    V41_FP4_SPLIT,
     V41_FP8,
     V41_FP8_SPLIT,
     Layout,
@@ -34,7 +36,7 @@ FOLDER = Path(__file__).resolve().parent / "layouts"
 LAYOUTS = {
     "bf16_576": BF16_576, "bf16_512": BF16_512, "v32_fp8": V32_FP8, "v4_fp8": V4_FP8, "plain_fp8_576": PLAIN_FP8_576,
     "plain_fp8_512": PLAIN_FP8_512, "v32_nope_fp8": V32_NOPE_FP8, "v41_fp8": V41_FP8, "v41_fp8_split": V41_FP8_SPLIT,
-    "v32_nvfp4": V32_NVFP4, "v4_nvfp4": V4_NVFP4,
+    "v32_nvfp4": V32_NVFP4, "v4_nvfp4": V4_NVFP4, "v41_fp4": V41_FP4, "v41_fp4_split": V41_FP4_SPLIT,
     "indexer_fp8": INDEXER_FP8, "indexer_mxfp4": INDEXER_MXFP4,
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import ATTENTION_LAYOUTS, D_V, INDEXER_LAYOUTS, LEAST_SCALE, Layout
+from ..layouts import CACHE_LAYOUTS, D_V, INDEXER_LAYOUTS, LEAST_SCALE, Layout
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -45,10 +45,10 @@ def unpack_kernel(layout: Layout) -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    for layout in ATTENTION_LAYOUTS:
+    for layout in CACHE_LAYOUTS:
         for aligned in (True, False):
             yield pack_kernel(layout, aligned)
-    yield from map(unpack_kernel, (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS))
+    yield from map(unpack_kernel, (*CACHE_LAYOUTS, *INDEXER_LAYOUTS))
 
 
 def concat_and_cache_mla(
@@ -58,13 +58,11 @@ def concat_and_cache_mla(
     k_pe: Array,
     cache: Array,
     slots: Array,
-    scale_format: str,
-    scale_rounding: str,
+    round_up: bool,
     k_scale: Array | float,
 ) -> Program:
     """Twin of `reference.cache.concat_and_cache_mla`."""
     rope = k_pe if k_pe.shape[1] != 0 else None
-    round_up = scale_rounding == "up" if layout.scale_kind == "e4m3" else scale_format == "ue8m0"
     return _pack(layout, kv_c, rope, cache, slots, round_up, k_scale)
 
 

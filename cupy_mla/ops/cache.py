@@ -14,9 +14,9 @@ from ..checks.validate import ALIGNMENT, INDEXER_ALIGNMENT, cache_layout, requir
 from ..checks.values import check_slots
 from ..cuda import cache as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, INT64
-from ..layouts import ATTENTION_LAYOUTS, D_V, INDEXER_LAYOUTS, QUANTIZED_OF_V4
+from ..layouts import ATTENTION_LAYOUTS, CACHE_LAYOUTS, D_V, INDEXER_LAYOUTS, QUANTIZED_OF_V4
 from ..reference import cache as reference
-from ..typing import A, AnyArray, CacheLayout, CallScale, DenseLayout, ScaleFormat, ScaleRounding, WritableLayout
+from ..typing import A, AnyArray, CallScale, DenseLayout, PagedLayout, ScaleFormat, ScaleRounding, WritableLayout
 from .scales import scale_of_rows
 
 __all__ = ["concat_and_cache_mla", "empty_cache", "quantize_and_insert_k_cache", "unpack_rows"]
@@ -83,10 +83,10 @@ def concat_and_cache_mla(
     scale = scale_of_rows(place, told, k_scale)
     if arrays.CHECK_VALUES:
         check_slots(slots, cache)
+    round_up = scale_rounding == "up" if told.scale_kind == "e4m3" else scale_format == "ue8m0"
     place.call(
-        cuda.concat_and_cache_mla, reference.concat_and_cache_mla, told, kv_c_, k_pe_, cache, slots, scale_format,
-        scale_rounding, scale,
-    )  # fmt: skip
+        cuda.concat_and_cache_mla, reference.concat_and_cache_mla, told, kv_c_, k_pe_, cache, slots, round_up, scale
+    )
 
 
 @operation
@@ -95,19 +95,21 @@ def quantize_and_insert_k_cache(
     k_cache: AnyArray,
     slot_mapping: AnyArray,
     *,
-    layout: CacheLayout | None = None,
+    layout: PagedLayout | None = None,
     scale_floor: float = layouts.LEAST_SCALE,
 ) -> None:
-    """Write tokens into a paged cache in layout V4_FP8, V41_FP8 or V4_NVFP4.
+    """Write tokens into a paged cache in layout V4_FP8, V41_FP8, V4_NVFP4 or V41_FP4.
 
     Args:
         k: [T, (1,) 512] bfloat16. V4_FP8: 448 NoPE values, which are quantized in tiles of 64, and 64 RoPE values.
             V41_FP8: all values are quantized, in tiles of 32. V4_NVFP4: as V4_FP8, in tiles of 16.
-        k_cache: [num_blocks, block_size, 584] (V4_FP8), [..., 528] (V41_FP8) or [..., 384] (V4_NVFP4) uint8 /
-            float8_e4m3fn, block stride a multiple of 16 bytes (V4_FP8's usual writers round it up to a multiple of
-            576); written in place.
+            V41_FP4: all values, in tiles of 16.
+        k_cache: [num_blocks, block_size, 584] (V4_FP8), [..., 528] (V41_FP8), [..., 384] (V4_NVFP4) or
+            [..., 288] (V41_FP4) uint8 / float8_e4m3fn, block stride a multiple of 16 bytes (V4_FP8's usual writers
+            round it up to a multiple of 576); written in place.
         slot_mapping: [T'] int64 with T' <= T; see `concat_and_cache_mla`.
-        layout: its name, as of `empty_cache`; default: told by `k_cache`, but for V41_FP8, which must be named.
+        layout: its name, as of `empty_cache`; default: told by `k_cache`, but for V41_FP8 and V41_FP4, which must be
+            named.
         scale_floor: the least UE8M0 scale, a power of two: 2**-22 is that of vLLM's writers, 2**-13 that of FlashMLA's
             and SGLang's for V41_FP8. Only rows of tiny values differ.
 
@@ -140,7 +142,7 @@ def unpack_rows(
     *,
     out: A | None = None,
     k_scale: CallScale | None = None,
-    layout: CacheLayout | None = None,
+    layout: PagedLayout | None = None,
 ) -> A:
     """Rows of a paged cache of any layout as numbers: what attention, or the indexer, sees in them.
 
@@ -170,7 +172,7 @@ def unpack_rows(
     """
     place, (cache_, slots_) = bind(cache=cache, slots=slots)
     (out_,) = place.optional(out=out)
-    told = cache_layout(cache_, (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS), asked=layout)
+    told = cache_layout(cache_, (*CACHE_LAYOUTS, *INDEXER_LAYOUTS), asked=layout)
     require_cache(cache_, told, INDEXER_ALIGNMENT if told in INDEXER_LAYOUTS else ALIGNMENT)
     (count,) = slots_.require((INT32, INT64), "n").shape
     out_ = place.output("out", out_, (count, told.d_qk), FLOAT32)
@@ -182,7 +184,7 @@ def unpack_rows(
 
 
 def empty_cache(
-    layout: DenseLayout | Literal["indexer_fp8", "indexer_mxfp4"] | layouts.Layout,
+    layout: DenseLayout | PagedLayout | Literal["indexer_fp8", "indexer_mxfp4"] | layouts.Layout,
     num_blocks: int,
     block_size: int,
     place: tuple[str, int] = ("numpy", HOST),
@@ -197,7 +199,8 @@ def empty_cache(
     Args:
         layout: one of `cupy_mla.layouts`, or its name: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla"), "v4_fp8", "plain_fp8"
             (vLLM: "fp8", "fp8_e4m3"), "fp16", "v32_nope_fp8", "v41_fp8", "v41_fp8_split", "v32_nvfp4" (vLLM:
-            "nvfp4_ds_mla"), "v4_nvfp4", and "indexer_fp8" or "indexer_mxfp4" for keys of the indexer.
+            "nvfp4_ds_mla"), "v4_nvfp4", "v41_fp4", "v41_fp4_split", and "indexer_fp8" or "indexer_mxfp4" for
+            keys of the indexer.
         num_blocks: blocks of the cache.
         block_size: rows a block: tokens, or of a compressed cache `block_size // compress_ratio` of its config.
         place: where it lives: (kind of array, device), for instance ("torch", 0); `Place.of(array)` gives that of an

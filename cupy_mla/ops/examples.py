@@ -16,8 +16,11 @@ from ..arguments import Prefill
 from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32
 from ..layouts import (
     ATTENTION_LAYOUTS,
+    CACHE_LAYOUTS,
     D_V,
     DENSE_LAYOUTS,
+    EXTRA_LAYOUTS,
+    EXTRA_OF,
     INDEXER_FP8,
     INDEXER_LAYOUTS,
     INDEXER_MXFP4,
@@ -42,7 +45,7 @@ class Wanted(NamedTuple):
             (`cupy_mla.set_checks`) refuse.
     """
 
-    layouts: tuple[Layout, ...] = DENSE_LAYOUTS
+    layouts: tuple[Layout, ...] = (*DENSE_LAYOUTS, *EXTRA_LAYOUTS)
     many: int = 4
     strays: bool = False
 
@@ -92,6 +95,8 @@ FORMATS = (
     Format(layouts.V41_FP8_SPLIT),
     Format(layouts.V32_NVFP4),
     Format(layouts.V4_NVFP4),
+    Format(layouts.V41_FP4),
+    Format(layouts.V41_FP4_SPLIT),
     Format(layouts.FP16_576),
     Format(layouts.FP16_512),
 )
@@ -267,6 +272,10 @@ def decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
                 sink = rng.standard_normal(heads, np.float32)
                 more = {"extra_k_cache": extra, "extra_indices": lists[1], "attn_sink": sink}
                 yield Call(f"{detail}, two caches", arguments | more)
+        for other in EXTRA_OF.get(layout, ()):
+            more = {"extra_k_cache": _full_cache(rng, other, TOKENS // 2, 2), "extra_layout": other.name}
+            more["extra_indices"] = _lists(rng, wanted, *arguments["indices"].shape)
+            yield Call(f"{detail}, beside {other.name}", arguments | more)
 
 
 def dense_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -338,7 +347,7 @@ def indexer_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[
 
 def unpacking_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     """Slots of every second call are int64."""
-    for i, layout in enumerate((*(row.layout for row in _formats(wanted)), *INDEXER_LAYOUTS)):
+    for i, layout in enumerate((*(row.layout for row in _formats(wanted, CACHE_LAYOUTS)), *INDEXER_LAYOUTS)):
         slots = _slots(rng, wanted).astype(np.int64 if i % 2 else np.int32)
         arguments = {"cache": _full_cache(rng, layout), "slots": slots, **_named(layout)}
         yield Call(f"{layout.name} of {layout.d_qk}", arguments)

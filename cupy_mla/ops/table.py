@@ -20,7 +20,7 @@ import numpy as np
 
 from ..bridges import as_dtype, to_numpy
 from ..dtypes import BFLOAT16, E4M3, FLOAT16, FLOAT32, INT32, INT64, UINT8
-from ..layouts import ATTENTION_LAYOUTS, D_V, INDEXER_LAYOUTS, QUANTIZED_OF_V4, QUANTIZED_OF_V32, Layout
+from ..layouts import CACHE_LAYOUTS, D_V, INDEXER_LAYOUTS, QUANTIZED_OF_V4, QUANTIZED_OF_V32, Layout
 from ..typing import A, AnyArray
 from . import (
     attention,
@@ -176,7 +176,7 @@ def _logits_shape(q8: Any, k8: Any, compact_width: int | None = None, **_: Any) 
 
 def _width_of(paged: Any) -> int:
     """Values of a row of a cache."""
-    known = (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS)
+    known = (*CACHE_LAYOUTS, *INDEXER_LAYOUTS)
     return next(layout.d_qk for layout in known if layout.last_axis == paged.shape[-1])
 
 

@@ -26,14 +26,13 @@ def concat_and_cache_mla(
     k_pe: np.ndarray,
     cache: np.ndarray,
     slots: np.ndarray,
-    scale_format: str,
-    scale_rounding: str,
+    round_up: bool,
     k_scale: float | np.ndarray,
 ) -> None:
     """Write tokens whose RoPE values come apart; see `cupy_mla.concat_and_cache_mla`."""
     no_rope = np.zeros((len(kv_c), layout.d_qk - kv_c.shape[1] - k_pe.shape[1]), BFLOAT16)
     rows = np.concatenate([kv_c, k_pe, no_rope], axis=1)
-    pack_rows(layout, rows, cache, slots, scale_format, k_scale, scale_rounding=scale_rounding)
+    pack_rows(layout, rows, cache, slots, round_up, k_scale)
 
 
 @np.errstate(all="ignore")
@@ -50,10 +49,9 @@ def pack_rows(
     rows: np.ndarray,
     cache: np.ndarray,
     slots: np.ndarray,
-    scale_format: str = "fp32",
+    round_up: bool = False,
     k_scale: float | np.ndarray = 1.0,
     least_scale: float = LEAST_SCALE,
-    scale_rounding: str = "nearest",
 ) -> None:
     """Write rows into a cache of any layout; one whose slot is not in the cache is skipped.
 
@@ -61,10 +59,9 @@ def pack_rows(
         rows: [T, d_qk] bfloat16.
         cache: [num_blocks, block_size, last axis] in `layout`.
         slots: [T'] integers, T' <= T.
-        scale_format: "fp32", or "ue8m0", which rounds float32 scales up to powers of two.
+        round_up: round scales up: float32 ones to powers of two, e4m3 ones, which are else the nearest.
         k_scale: the scale of all rows, of a layout whose scale a call brings.
         least_scale: of UE8M0 scales, a power of two.
-        scale_rounding: of e4m3 scales, "up" or "nearest".
     """
     tokens, block, offset = _targets(slots, cache)
     rows = rows[tokens]
@@ -78,10 +75,10 @@ def pack_rows(
     nope, rope, scale_bytes = _regions(layout, cache)
     if layout.scale_kind == "e4m3":
         values = rows[:, : layout.d_nope].astype(np.float32)
-        nope[block, offset], stored = nvfp4.quantize(layout, values, scale_rounding == "up")
+        nope[block, offset], stored = nvfp4.quantize(layout, values, round_up)
     else:
         tiles, amax = _tiles(layout, rows)
-        scales, stored = _scales(layout, amax, scale_format == "ue8m0", least_scale)
+        scales, stored = _scales(layout, amax, round_up, least_scale)
         nope[block, offset] = _quantize(tiles, scales)
     rope[block, offset] = _rope_bytes(layout, rows)
     if layout.scales_in_fours:

@@ -27,8 +27,9 @@ def quantize(layout: Layout, values: np.ndarray, round_up: bool) -> tuple[np.nda
         stored = stored + ((numbers(stored) < ratio) & (stored < LARGEST_SCALE))
     scales = numbers(stored)
     inverse = np.where(scales == 0, np.float32(0), 1 / scales)
+    scaled = tiles / scales[..., None] if layout.divided else tiles * inverse[..., None]
     lost = ~np.isfinite(amax)
-    codes = np.where(lost[..., None], 0, mxfp4.codes_of(tiles * inverse[..., None]))
+    codes = np.where(lost[..., None], 0, mxfp4.codes_of(scaled))
     return mxfp4.packed(codes.reshape(values.shape)), np.where(lost, NAN_SCALE, stored).astype(np.uint8)
 
 

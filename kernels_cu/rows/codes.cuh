@@ -1,7 +1,7 @@
 // Eight values of a quantized row as they lie in the cache, and what they are under a scale. Constants of the layout:
 // cupy_mla/layouts.py.
 #pragma once
-#include "rows/e2m1.cuh"
+#include "rows/nvfp4.cuh"
 #include "rows/quantize.cuh"
 
 #if CODE_BITS == 4
@@ -15,8 +15,7 @@ __device__ __forceinline__ Codes load_codes(const uint8_t* data, int value) {
 
 // As bf16; zeros under a scale of 0, whatever they are.
 __device__ __forceinline__ Vec16 dequantize_codes(Codes codes, float scale) {
-    const bool none = is_zero(scale);
-    return dequantize_e2m1_8(none ? 0 : codes, none ? 0.0f : scale);
+    return dequantize_nvfp4_8(codes, scale);
 }
 
 // Kept in place of eight bf16.

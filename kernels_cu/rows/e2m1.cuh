@@ -30,22 +30,3 @@ __device__ __forceinline__ uint32_t float_to_e2m1(float x) {
     const uint32_t twos = (__float_as_uint(magnitude + 0x1p24f) & 15) + 4;
     return min(halves, min(ones, twos)) | (__float_as_uint(x) >> 28 & 8);
 }
-
-// Eight codes times a scale, to eight bf16. Exact for scales of five bits. The upper bytes of the magnitudes as bf16, and
-// the lower ones, are looked up by __byte_perm.
-__device__ __forceinline__ Vec16 dequantize_e2m1_8(uint32_t codes, float scale) {
-    const uint32_t select = codes & 0x77777777,
-                   shifted = codes << 4;  // signs of even codes in the bytes' highest bits
-    const uint32_t signs[2] = {__byte_perm(shifted, codes, 0x5140), __byte_perm(shifted, codes, 0x7362)};
-    const uint32_t factor = pack_bf16x2(scale, scale), minus_0 = 0x80008000u;
-    uint32_t v[4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t four = select >> 16 * i;
-        const uint32_t upper = __byte_perm(0x3f3f3f00u, 0x40404040u, four) | (signs[i] & 0x80808080u);
-        const uint32_t lower = __byte_perm(0xc0800000u, 0xc0804000u, four);
-        v[2 * i] = fma_bf16x2(__byte_perm(lower, upper, 0x5140), factor, minus_0);
-        v[2 * i + 1] = fma_bf16x2(__byte_perm(lower, upper, 0x7362), factor, minus_0);
-    }
-    return {v[0], v[1], v[2], v[3]};
-}

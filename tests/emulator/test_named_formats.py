@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ..ops import test_named_formats as of_operation
-from ..ops.test_named_formats import every_attention, every_fp4_writer, every_scale_format, scales_of_0
+from ..ops.test_named_formats import every_attention, every_fp4_writer, every_pair, every_scale_format, scales_of_0
 from .emulator import needs_compiler
 
 pytestmark = needs_compiler
@@ -32,6 +32,12 @@ def test_every_bf16_value(kind, emulated, rng, fmt, scale_format):
 def test_attention(kind, emulated, rng, fmt, h_q, num_splits):
     of_operation.test_sparse_decode(kind, rng, fmt, h_q, num_splits)
     of_operation.test_dense_decode(kind, rng, fmt, h_q)
+    assert "portable" in emulated.launched
+
+
+@every_pair
+def test_extra_cache_of_another_layout(kind, emulated, rng, fmt, extra_fmt, h_q, num_splits):
+    of_operation.test_extra_cache_of_another_layout(kind, rng, fmt, extra_fmt, h_q, num_splits)
     assert "portable" in emulated.launched
 
 

@@ -113,7 +113,7 @@ def test_errors(kind) -> None:
 
 # --- caches that hold nothing yet -----------------------------------------------------------------------------
 
-LAYOUTS = [*layouts.ATTENTION_LAYOUTS, layouts.INDEXER_FP8]
+LAYOUTS = [*layouts.CACHE_LAYOUTS, layouts.INDEXER_FP8]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.d_qk}")
