@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cupy_mla.cuda.attention.kernels import portable
 from cupy_mla.cuda.kernel import SHARED_BYTES, THREADS, exported
-from cupy_mla.layouts import ATTENTION_LAYOUTS
+from cupy_mla.layouts import ATTENTION_LAYOUTS, EXTRA_LAYOUTS
 
 # Of an SM (CUDA programming guide, "Technical Specifications per Compute Capability"): KB of shared memory, threads.
 # A CTA takes 1 KB more than it asks for; a warp gets registers in units of 256.
@@ -76,7 +76,8 @@ def main() -> None:
                 [b.ctas(arch) for arch, b in found.items()],
             )
         )  # fmt: skip
-        name = f"{layout.name} {layout.d_qk}"
+        extra = next((x.name for x in EXTRA_LAYOUTS if kernel.defines.get("EXTRA_ROW_STRIDE") == x.row_stride), "")
+        name = f"{layout.name} {layout.d_qk}{extra and f', {extra}'}"
         print(f"| {name} | {heads} | {limit // 1024} KB | {rows} | {shared} | {registers} | {spills} | {ctas} |")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from .bridges import require_cupy
 from .checks.options import require_choice
 from .config import RATIOS, SparseMLAConfig
-from .layouts import FP8_OF_V4, by_name, names
+from .layouts import QUANTIZED_OF_V4, by_name, names
 from .selfcheck import report
 from .selfcheck.warmup import warmup
 from .typing import ModelKind
@@ -65,7 +65,7 @@ def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig]:
     for name in options.layout:
         require_choice("layout", name, names())
         layout = by_name(name, options.d_qk)
-        model: ModelKind | None = options.model or ("v4" if layout in FP8_OF_V4 else None)
+        model: ModelKind | None = options.model or ("v4" if layout in QUANTIZED_OF_V4 else None)
         for ratio in options.compress_ratio or RATIOS[model] if model in ("v4", "v41") else [1]:
             compressed = model in ("v4", "v41") and ratio > RATIOS[model][0]
             block_size = options.block_size if options.block_size is not None else 256 if compressed else 64

@@ -264,11 +264,12 @@ class Decode(NamedTuple):
     """Of `sparse_decode`: shapes and dtypes are those of `cupy_mla.sparse_decode`, without axes of length 1.
 
     Attributes:
-        layout: of the caches.
+        layout: of the cache.
         q_scale, k_scale: what an e4m3 q and rows of layout PLAIN_FP8 are multiplied by: a float, or one float32.
         sink: [h_q], or None.
         length: [b], of the main lists, or None.
         extra, extra_indices, extra_length: of the second cache, or None.
+        extra_layout: of the second cache, where it is another than the first's; else None.
         num_splits: splits of each query's rows; None: to be chosen.
         out, lse: are written; None until `ops` has checked all else.
     """
@@ -285,6 +286,7 @@ class Decode(NamedTuple):
     extra: Operand = None
     extra_indices: Operand = None
     extra_length: Operand = None
+    extra_layout: Layout | None = None
     num_splits: int | None = None
     out: Operand = None
     lse: Operand = None

@@ -31,8 +31,9 @@ class SparseMLAConfig:
         topk: KV tokens the indexer chooses for each query token; with `kpool` a multiple of it.
         block_size: tokens a block of the paged cache; with compression a multiple of `compress_ratio`, for a block
             holds whole rows.
-        cache_layout: "bf16", "v32_fp8" or "v4_fp8"; vLLM's "fp8_ds_mla" is the FP8 layout of the model's kind. Models
-            of the V3.2 kind without RoPE keep rows of 512 in bf16, and in FP8 V3.2's rows with a RoPE part of zeros.
+        cache_layout: "bf16", "v32_fp8", "v4_fp8", "v32_nvfp4" or "v4_nvfp4"; vLLM's "fp8_ds_mla" is the FP8 layout of
+            the model's kind, its "nvfp4_ds_mla" is "v32_nvfp4". Models of the V3.2 kind without RoPE keep rows of 512
+            in bf16, and in FP8 V3.2's rows with a RoPE part of zeros.
         max_num_seqs: most requests in a batch.
         max_num_batched_tokens: most query tokens in a batch.
         max_model_len: longest sequence, in tokens.

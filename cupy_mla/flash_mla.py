@@ -172,6 +172,8 @@ def flash_mla_with_kvcache(
         enable_batch_invariant: as `get_mla_metadata(batch_invariant=True)`.
         use_legacy: which of its kernels FlashMLA takes. Here it says that `kv_format="V41"` is V41_FP8_SPLIT, which
             those read; else it changes nothing.
+        extra_k_cache: of the same layout as `k_cache`. Rows of 288 bytes beside V41_FP8 ones are V41_FP4, beside
+            V41_FP8_SPLIT ones V41_FP4_SPLIT.
         kv_format: the layout of `k_cache`, with which it must agree: "V32" (V32_FP8), "V32_NO_ROPE" (V32_NOPE_FP8),
             "V4" (V4_FP8), "V41" (V41_FP8), or a name that `cupy_mla.empty_cache` takes. None: as `k_cache` says, but of
             rows of 528 bytes.
@@ -350,14 +352,22 @@ class _Settings(NamedTuple):
     num_splits: int | None
     kv_format: str | None
 
-    def door(self, names: Mapping[str, str]) -> attention.Door:
-        """What is said of `k_cache`, with FlashMLA's names of arguments."""
+    def door(self, names: Mapping[str, str], extra_bytes: int | None = None) -> attention.Door:
+        """What is said of `k_cache`, with FlashMLA's names of arguments.
+
+        Args:
+            extra_bytes: of a row of the extra cache, if there is one.
+        """
         is_fp8 = self.is_fp8_kvcache
         if is_fp8 is not None:
             require_bool("is_fp8_kvcache", is_fp8)
-        return attention.Door(is_fp8, layout_of(self.kv_format), {**SCALE_NAMES, **names})
+        layout = layout_of(self.kv_format)
+        extra = SAME_ARRANGEMENT.get(layout) if extra_bytes == layouts.V41_FP4.last_axis else None
+        return attention.Door(is_fp8, layout, extra, {**SCALE_NAMES, **names})
 
 
+# V4.1's FP4 rows beside FP8 rows of which the scales stand likewise.
+SAME_ARRANGEMENT: dict[str | None, str] = {"v41_fp8": "v41_fp4", "v41_fp8_split": "v41_fp4_split"}
 SCALE_NAMES = {"q_scale": "descale_q", "k_scale": "descale_k", "layout": "kv_format"}
 
 
@@ -373,7 +383,8 @@ def _with_kvcache(
     """
     asked, given = _Settings(*settings), attention.Given(q, k_cache, indices, **others)
     require_sparse(asked.head_dim_v, asked.causal)
-    door, shapes = asked.door({"extra_indices": "extra_indices_in_kvcache"}), _shapes(given)
+    extra_bytes = getattr(given.extra_k_cache, "shape", (None,))[-1]
+    door, shapes = asked.door({"extra_indices": "extra_indices_in_kvcache"}, extra_bytes), _shapes(given)
     _require_planned(asked.planned, shapes)
     if not given.topk_length is given.extra_topk_length is given.extra_k_cache is None:
         plan = None  # lengths differ from call to call; without them two lists are equally long

@@ -20,6 +20,7 @@ from .checks.options import require_bool, require_choice, require_instance, requ
 from .dtypes import BFLOAT16, FLOAT16, UINT8
 
 D_V = 512  # value width of every DeepSeek sparse layer
+LEAST_E4M3 = 2.0**-9  # that is not 0
 LEAST_SCALE = 2.0**-22  # UE8M0, of vLLM's writers: the power of two from 1e-4 / 448 on
 
 
@@ -29,18 +30,23 @@ class Layout:
 
     Attributes:
         name: "bf16", "fp16", "v32_fp8", "v4_fp8", "plain_fp8", "v32_nope_fp8", "v41_fp8", "v41_fp8_split",
-            "indexer_fp8" or "indexer_mxfp4".
+            "v32_nvfp4", "v4_nvfp4", "v41_fp4", "v41_fp4_split", "indexer_fp8" or "indexer_mxfp4".
         d_qk: values a row has for Q.K (its first `D_V` values are V); 576 or 512 (128 for the indexer).
-        d_nope, d_rope: the values that are quantized, and the bf16 ones behind them (the RoPE part of V3.2 and V4).
+        d_nope, d_rope: the values that are quantized under scales, and those behind them (RoPE part of V3.2 and V4).
         token_bytes: bytes a token takes in the cache array (its last axis times the item size).
         row_stride: bytes from a token's data to the next token's data inside a block.
-        rope_offset: where a token's bf16 values start, from the token's data.
-        scale_kind: how the scales are stored: "none", "fp32", "ue8m0", or "call": one float32 for all rows, which the
-            call brings. A kind stands in `kernels_cu/rows/scales.cuh` and in `reference/cache.py`.
+        rope_offset: where a token's values without scale start, from the token's data.
+        code_bits: of a quantized value: 8 of e4m3, 4 of e2m1, of which the first of two has the lower ones.
+        rope_coded: whether the values without scale are e4m3; else bf16.
+        scale_kind: how the scales are stored: "none", "fp32", "ue8m0", "e4m3", or "call": one float32 for all rows,
+            which the call brings. A kind stands in `kernels_cu/rows/scales.cuh` and in `reference/cache.py`.
         scale_tile: values that share one scale.
         scale_offset: where a token's scales start, from the token's data; -1 when the scales of a block
             stand apart, after the data of all its tokens.
         scale_stride: bytes from a token's scales to the next token's where they stand apart.
+        scales_in_fours: whether those of tiles 0, 4, 8, ... come first, then those of 1, 5, 9, ...
+        least_scale: of e4m3 scales, what writers make smaller ones; 0: they stay.
+        divided: whether e2m1 codes are of values divided by an e4m3 scale; else of values times its rounded inverse.
         block_align: the block stride that writers use is a multiple of this.
         half: whether values are float16, as are queries and results then.
         told: whether dtype and last axis of a cache tell the layout; else callers must name it.
@@ -57,10 +63,15 @@ class Layout:
     token_bytes: int
     row_stride: int
     rope_offset: int
+    code_bits: int = 8
+    rope_coded: bool = False
     scale_kind: str = "none"
     scale_tile: int = 0
     scale_offset: int = 0
     scale_stride: int = 0
+    scales_in_fours: bool = False
+    least_scale: float = 0.0
+    divided: bool = False
     block_align: int = 1
     half: bool = False
     told: bool = True
@@ -70,13 +81,23 @@ class Layout:
 
     @cached_property
     def quantized(self) -> bool:
-        """True when the NoPE part is stored as float8_e4m3fn."""
+        """True when the NoPE part is stored as float8_e4m3fn or e2m1."""
         return self.scale_kind != "none"
 
     @cached_property
     def scale_of_call(self) -> bool:
         """True when a call brings the scale of all rows, `k_scale`."""
         return self.scale_kind == "call"
+
+    @property
+    def nope_bytes(self) -> int:
+        """Bytes of a token's quantized values."""
+        return self.d_nope * self.code_bits // 8
+
+    @property
+    def rope_bytes(self) -> int:
+        """Bytes of a token's values without scale."""
+        return self.d_rope if self.rope_coded else 2 * self.d_rope
 
     @property
     def num_scales(self) -> int:
@@ -135,7 +156,13 @@ class Layout:
             "SCALE_OFFSET": self.scale_offset,
             "SCALE_STRIDE": self.scale_stride,
             "SCALE_E8M0": int(self.scale_kind == "ue8m0"),
+            "SCALE_E4M3": int(self.scale_kind == "e4m3"),
             "SCALE_OF_CALL": int(self.scale_of_call),
+            "SCALES_IN_FOURS": int(self.scales_in_fours),
+            "SCALES_FLOORED": int(self.least_scale > 0),
+            "DIVIDED": int(self.divided),
+            "CODE_BITS": self.code_bits,
+            "ROPE_CODED": int(self.rope_coded),
         }
 
 
@@ -180,13 +207,32 @@ V41_FP8_SPLIT = Layout(
     scale_kind="ue8m0", scale_tile=32, scale_offset=-1, scale_stride=16, block_align=512, told=False, of_v4=True,
     reader="v4_fp8",
 )  # fmt: skip
+V32_NVFP4 = Layout(
+    "v32_nvfp4", 576, 512, 64, token_bytes=352, row_stride=352, rope_offset=256, code_bits=4, rope_coded=True,
+    scale_kind="e4m3", scale_tile=16, scale_offset=320, scales_in_fours=True, least_scale=LEAST_E4M3, reader="fp4",
+    aliases=("nvfp4_ds_mla",),  # what vLLM calls it
+)  # fmt: skip
+V4_NVFP4 = Layout(
+    "v4_nvfp4", 512, 448, 64, token_bytes=384, row_stride=352, rope_offset=224, code_bits=4,
+    scale_kind="e4m3", scale_tile=16, scale_offset=-1, scale_stride=32, block_align=16, of_v4=True, reader="fp4",
+)  # fmt: skip
+V41_FP4 = Layout(
+    "v41_fp4", 512, 512, 0, token_bytes=288, row_stride=288, rope_offset=288, code_bits=4,
+    scale_kind="e4m3", scale_tile=16, scale_offset=256, least_scale=LEAST_E4M3, divided=True, told=False, of_v4=True,
+    reader="fp4",
+)  # fmt: skip
+V41_FP4_SPLIT = Layout(
+    "v41_fp4_split", 512, 512, 0, token_bytes=288, row_stride=256, rope_offset=256, code_bits=4,
+    scale_kind="e4m3", scale_tile=16, scale_offset=-1, scale_stride=32, least_scale=LEAST_E4M3, divided=True,
+    block_align=512, told=False, of_v4=True, reader="fp4",
+)  # fmt: skip
 INDEXER_FP8 = Layout(
     "indexer_fp8", 128, 128, 0, token_bytes=132, row_stride=128, rope_offset=128,
     scale_kind="fp32", scale_tile=128, scale_offset=-1, scale_stride=4,
 )  # fmt: skip
 
-INDEXER_MXFP4 = Layout(  # two e2m1 values a byte
-    "indexer_mxfp4", 128, 128, 0, token_bytes=68, row_stride=64, rope_offset=64,
+INDEXER_MXFP4 = Layout(
+    "indexer_mxfp4", 128, 128, 0, token_bytes=68, row_stride=64, rope_offset=64, code_bits=4,
     scale_kind="ue8m0", scale_tile=32, scale_offset=-1, scale_stride=4,
 )  # fmt: skip
 
@@ -201,21 +247,29 @@ ATTENTION_LAYOUTS = (
     V32_NOPE_FP8,
     V41_FP8,
     V41_FP8_SPLIT,
+    V32_NVFP4,
+    V4_NVFP4,
 )
+# Of extra caches that may stand beside a main cache of another layout.
+EXTRA_LAYOUTS = (V41_FP4, V41_FP4_SPLIT)
+EXTRA_OF = {V41_FP8: (V41_FP4, V41_FP4_SPLIT), V41_FP8_SPLIT: (V41_FP4_SPLIT,)}
+CACHE_LAYOUTS = (*ATTENTION_LAYOUTS, *EXTRA_LAYOUTS)
 DENSE_LAYOUTS = (*ATTENTION_LAYOUTS, FP16_576, FP16_512)  # of `dense_decode`
 INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_MXFP4)  # told apart by dtype and last axis
-FP8_OF_V32 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.quantized and not layout.of_v4)
-FP8_OF_V4 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.of_v4)
+QUANTIZED_OF_V32 = tuple(layout for layout in CACHE_LAYOUTS if layout.quantized and not layout.of_v4)
+QUANTIZED_OF_V4 = tuple(layout for layout in CACHE_LAYOUTS if layout.of_v4)
 
 # The same names for type checkers, which read no tuples.
 CacheLayout = Literal[
     "bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "v4_fp8", "plain_fp8", "fp8", "fp8_e4m3",
-    "v32_nope_fp8", "v41_fp8", "v41_fp8_split",
+    "v32_nope_fp8", "v41_fp8", "v41_fp8_split", "v32_nvfp4", "nvfp4_ds_mla", "v4_nvfp4",
 ]  # fmt: skip
+PagedLayout = Literal[CacheLayout, "v41_fp4", "v41_fp4_split"]
 DenseLayout = Literal[CacheLayout, "fp16", "float16"]
 WritableLayout = Literal[
-    "bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "plain_fp8", "fp8", "fp8_e4m3", "v32_nope_fp8"
-]
+    "bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "plain_fp8", "fp8", "fp8_e4m3", "v32_nope_fp8",
+    "v32_nvfp4", "nvfp4_ds_mla",
+]  # fmt: skip
 
 
 def names(of: Iterable[Layout] = ATTENTION_LAYOUTS) -> tuple[str, ...]:
@@ -253,7 +307,7 @@ def by_name(name: str | Layout, d_qk: int = 576) -> Layout:
     """
     if isinstance(name, Layout):
         return name
-    known = (*DENSE_LAYOUTS, *INDEXER_LAYOUTS)
+    known = (*DENSE_LAYOUTS, *EXTRA_LAYOUTS, *INDEXER_LAYOUTS)
     require_choice("layout", name, names(known))
     widths = {layout.d_qk: layout for layout in known if name in layout.names}
     if len(widths) == 1:

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from .layouts import CacheLayout as CacheLayout  # names of the layouts of a model's cache
 from .layouts import DenseLayout as DenseLayout  # of those that `cupy_mla.dense_decode` takes
+from .layouts import PagedLayout as PagedLayout  # of all that are written, gathered and unpacked
 from .layouts import WritableLayout as WritableLayout  # of those that `cupy_mla.concat_and_cache_mla` writes
 
 
@@ -35,6 +36,9 @@ A = TypeVar("A", bound=AnyArray)
 
 ScaleFormat = Literal["fp32", "ue8m0"]
 """How scales of FP8 rows are chosen: any float32, or powers of two."""
+
+ScaleRounding = Literal["up", "nearest"]
+"""How e4m3 scales are chosen: the next that is large enough, or the nearest."""
 
 GradientDtype = Literal["bfloat16", "float32"]
 """Dtypes of gradients."""

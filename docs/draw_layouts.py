@@ -21,8 +21,12 @@ from cupy_mla.layouts import (
     PLAIN_FP8_512,
     PLAIN_FP8_576,
     V4_FP8,
+    V4_NVFP4,
     V32_FP8,
     V32_NOPE_FP8,
+    V32_NVFP4,
+    V41_FP4,
+    V41_FP4_SPLIT,
     V41_FP8,
     V41_FP8_SPLIT,
     Layout,
@@ -32,12 +36,13 @@ FOLDER = Path(__file__).resolve().parent / "layouts"
 LAYOUTS = {
     "bf16_576": BF16_576, "bf16_512": BF16_512, "v32_fp8": V32_FP8, "v4_fp8": V4_FP8, "plain_fp8_576": PLAIN_FP8_576,
     "plain_fp8_512": PLAIN_FP8_512, "v32_nope_fp8": V32_NOPE_FP8, "v41_fp8": V41_FP8, "v41_fp8_split": V41_FP8_SPLIT,
+    "v32_nvfp4": V32_NVFP4, "v4_nvfp4": V4_NVFP4, "v41_fp4": V41_FP4, "v41_fp4_split": V41_FP4_SPLIT,
     "indexer_fp8": INDEXER_FP8, "indexer_mxfp4": INDEXER_MXFP4,
 }  # fmt: skip
 
 WIDTH, BAR, LEAST = 880, 44, 96  # pixels: of all, of a bar's height, of the narrowest part
 COLOURS = {"nope": "#cfe3f7", "rope": "#fde3c3", "scales": "#cdebd0", "pad": "#e6e6e6"}
-ITEM = {"fp32": (4, "float32"), "ue8m0": (1, "UE8M0")}
+ITEM = {"fp32": (4, "float32"), "ue8m0": (1, "UE8M0"), "e4m3": (1, "e4m3")}
 EXAMPLE_BLOCK = 64
 
 
@@ -56,15 +61,13 @@ def token_parts(layout: Layout) -> list[Part]:
     parts = []
     if layout.quantized:
         what = "NoPE" if layout.d_rope else "values" if layout.d_qk >= D_V else "key"
-        size = min(layout.d_nope, layout.row_stride)  # bytes
-        item = "e4m3" if size == layout.d_nope else "e2m1"
-        tile = layout.scale_tile * size // layout.d_nope
-        parts.append(Part(0, size, f"{what}: {layout.d_nope} × {item}", "nope", tile))
+        item, tile = "e2m1" if layout.code_bits == 4 else "e4m3", layout.scale_tile * layout.code_bits // 8
+        parts.append(Part(0, layout.nope_bytes, f"{what}: {layout.d_nope} × {item}", "nope", tile))
     else:
         parts.append(Part(0, 2 * layout.d_nope, f"NoPE: {layout.d_nope} × bf16", "nope"))
     if layout.d_rope:
-        end = layout.rope_offset + 2 * layout.d_rope
-        parts.append(Part(layout.rope_offset, end, f"RoPE: {layout.d_rope} × bf16", "rope"))
+        end, item = layout.rope_offset + layout.rope_bytes, "e4m3" if layout.rope_coded else "bf16"
+        parts.append(Part(layout.rope_offset, end, f"RoPE: {layout.d_rope} × {item}", "rope"))
     if layout.num_scales and not layout.scales_apart:
         parts.append(scales(layout, layout.scale_offset))
     return sorted(parts)

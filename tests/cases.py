@@ -309,7 +309,7 @@ def run_decode(
 
 
 def decode_oracle(
-    fmt: oracle.Format,
+    fmt: oracle.Format | tuple[oracle.Format, ...],
     q: np.ndarray,
     main: Paged,
     extra: Paged | None = None,
@@ -322,7 +322,9 @@ def decode_oracle(
     return oracle.decode(fmt, q, lists, scale_of(q, sm_scale), sink)
 
 
-def off_zero(fmt: oracle.Format, q: np.ndarray, main: Paged, extra: Paged | None = None, **more: Any) -> np.ndarray:
+def off_zero(
+    fmt: oracle.Format | tuple[oracle.Format, ...], q: np.ndarray, main: Paged, extra: Paged | None = None, **more: Any
+) -> np.ndarray:
     """The queries, with zeros for heads whose lse is within 0.03 of 0, as lists of a few rows sometimes have it. `more`
     is for `decode_oracle`.
 

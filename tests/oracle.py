@@ -42,6 +42,16 @@ def e4m3_code(x: np.ndarray) -> np.ndarray:
     return code.astype(np.uint8)
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def e2m1_code(x: np.ndarray) -> np.ndarray:
+    """Codes of x by the intervals that round to them, saturated at 6; -0 stays."""
+    m = np.abs(x)
+    up_to = sum(m > bound for bound in (0.25, 1.25, 2.5, 5)), sum(m >= bound for bound in (0.75, 1.75, 3.5))
+    return (up_to[0] + up_to[1] + 8 * np.signbit(x)).astype(np.uint8)
+
+
 def bf16_values(raw: bytes) -> np.ndarray:
     """bfloat16 is the upper half of a float32."""
     return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
@@ -82,12 +92,20 @@ FP16_512 = Format("fp16_512", 512, 0, 0, 1024, dtype=np.dtype(np.float16))
 V32_NOPE = Format("v32_nope_fp8", 512, 512, 128, 528)
 V41 = Format("v41_fp8", 512, 512, 32, 528)
 V41_SPLIT = Format("v41_fp8_split", 512, 512, 32, 528)
+V32_NVFP4 = Format("v32_nvfp4", 576, 512, 16, 352)
+V4_NVFP4 = Format("v4_nvfp4", 512, 448, 16, 384)
+V41_FP4 = Format("v41_fp4", 512, 512, 16, 288)
+V41_FP4_SPLIT = Format("v41_fp4_split", 512, 512, 16, 288)
+V41_FP4S = (V41_FP4, V41_FP4_SPLIT)
+FP4 = (V32_NVFP4, V4_NVFP4, *V41_FP4S)
 FORMATS = (BF16_576, BF16_512, V32, V4, PLAIN_576, PLAIN_512)
 DENSE_FORMATS = (*FORMATS, FP16_576, FP16_512)
 
 
 def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray:
     """Token `t` of a block of `block_size` tokens, whose bytes are `block`, as float64 [d_qk]."""
+    if fmt in FP4:
+        return _unpack_fp4(fmt, block, block_size, t)
     if not fmt.quantized:
         row = block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)]
         return bf16_values(row) if fmt.dtype == BF16 else np.frombuffer(row, fmt.dtype).astype(np.float64)
@@ -119,10 +137,59 @@ def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray
     return row
 
 
+def _unpack_fp4(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray:
+    if fmt is V32_NVFP4:
+        token = block[352 * t : 352 * (t + 1)]
+        codes, rope = token[:256], E4M3[np.frombuffer(token[256:320], np.uint8)]
+        scales = [E4M3[token[320 + 8 * (tile & 3) + (tile >> 2)]] for tile in range(32)]
+    elif fmt is V41_FP4:
+        token = block[288 * t : 288 * (t + 1)]
+        codes, scales, rope = token[:256], [E4M3[code] for code in token[256:]], np.zeros(0)
+    elif fmt is V41_FP4_SPLIT:
+        start = 256 * block_size + 32 * t
+        codes, rope = block[256 * t : 256 * (t + 1)], np.zeros(0)
+        scales = [E4M3[code] for code in block[start : start + 32]]
+    else:
+        token, start = block[352 * t : 352 * (t + 1)], 352 * block_size + 32 * t
+        codes, rope = token[:224], bf16_values(token[224:])
+        scales = [E4M3[code] for code in block[start : start + 28]]
+    two = np.frombuffer(codes, np.uint8)
+    values = E2M1[np.stack([two & 15, two >> 4], axis=1)].reshape(-1, 16)
+    return np.concatenate([(values * np.array(scales)[:, None] + 0.0).reshape(-1), rope])  # no -0
+
+
+def _pack_fp4(fmt: Format, row: np.ndarray, scale_format: str) -> tuple[bytes, bytes]:
+    """scale_format: "nearest" of V32_NVFP4; else its scales are rounded up."""
+    tiles = row[: fmt.nope].astype(np.float32).reshape(-1, 16)
+    amax = np.abs(tiles).max(1)
+    wanted = amax / np.float32(6)
+    if fmt is not V4_NVFP4:
+        wanted = np.maximum(wanted, np.float32(2**-9))
+    scales = e4m3_code(wanted)
+    if fmt is V32_NVFP4 and scale_format != "nearest":
+        scales = scales + ((E4M3[scales] < wanted) & (scales < 0x7E))
+    numbers = E4M3[scales].astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        inverse = np.where(numbers == 0, np.float32(0), np.float32(1) / numbers)
+        codes = e2m1_code(tiles / numbers[:, None] if fmt in V41_FP4S else tiles * inverse[:, None])
+    lost = ~np.isfinite(amax)
+    codes[lost], scales = 0, np.where(lost, 0x7F, scales).astype(np.uint8)
+    two = codes.reshape(-1, 2)
+    data = (two[:, 0] | two[:, 1] << 4).tobytes()
+    if fmt is V4_NVFP4:
+        return data + row[448:].tobytes(), scales.tobytes() + bytes(4)
+    if fmt in V41_FP4S:
+        return (data + scales.tobytes(), b"") if fmt is V41_FP4 else (data, scales.tobytes())
+    places = [8 * (tile & 3) + (tile >> 2) for tile in range(32)]
+    return data + e4m3_code(row[512:].astype(np.float32)).tobytes() + bytes(scales[np.argsort(places)]), b""
+
+
 def pack_row(fmt: Format, row: np.ndarray, scale_format: str = "fp32") -> tuple[bytes, bytes]:
     """A bf16 row [d_qk] as (data bytes, scale bytes) of its token; V32's scales lie inside the data."""
     if not fmt.quantized:
         return row.astype(fmt.dtype).tobytes(), b""
+    if fmt in FP4:
+        return _pack_fp4(fmt, row, scale_format)
     if fmt.scale is not None:
         return e4m3_code(row.astype(np.float32) / np.float32(fmt.scale)).tobytes(), b""
     tiles, rope = row[: fmt.nope].astype(np.float32).reshape(-1, fmt.tile), row[fmt.nope :].tobytes()
@@ -217,20 +284,24 @@ def prefill(
 
 
 def decode(
-    fmt: Format,
+    fmt: Format | tuple[Format, ...],
     q: np.ndarray,
     lists: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
     scale: float,
     sink: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """q [b, s_q, h, d] over (cache, indices [b, s_q, topk], lengths [b] or None) lists: out, lse [b, h, s_q]."""
+    """q [b, s_q, h, d] over (cache, indices [b, s_q, topk], lengths [b] or None) lists: out, lse [b, h, s_q].
+
+    The caches are of one format, or of one each.
+    """
+    formats = fmt if isinstance(fmt, tuple) else (fmt,) * len(lists)
     b, s_q, heads, _ = q.shape
     out, lse = np.empty((b, s_q, heads, D_V)), np.empty((b, heads, s_q))
     for i in range(b):
         for j in range(s_q):
             rows = [
-                named_rows(fmt, cache, idx[i, j] if length is None else idx[i, j, : max(int(length[i]), 0)])
-                for cache, idx, length in lists
+                named_rows(of, cache, idx[i, j] if length is None else idx[i, j, : max(int(length[i]), 0)])
+                for of, (cache, idx, length) in zip(formats, lists, strict=True)
             ]
             out[i, j], _, lse[i, :, j] = attend(q[i, j], np.concatenate(rows), scale, sink)
     return out, lse

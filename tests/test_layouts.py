@@ -12,21 +12,25 @@ from cupy_mla import layouts
 from cupy_mla.cuda.kernel import kernels_root
 from cupy_mla.dtypes import BFLOAT16
 from cupy_mla.layouts import (
-    ATTENTION_LAYOUTS,
     BF16_512,
     BF16_576,
+    CACHE_LAYOUTS,
     INDEXER_FP8,
     PLAIN_FP8_512,
     PLAIN_FP8_576,
     V4_FP8,
+    V4_NVFP4,
     V32_FP8,
     V32_NOPE_FP8,
+    V32_NVFP4,
+    V41_FP4,
+    V41_FP4_SPLIT,
     V41_FP8,
     V41_FP8_SPLIT,
 )
 from cupy_mla.ops import cache as ops_cache
 
-ALL = (*ATTENTION_LAYOUTS, INDEXER_FP8)
+ALL = (*CACHE_LAYOUTS, INDEXER_FP8)
 every_layout = pytest.mark.parametrize("layout", ALL, ids=lambda layout: f"{layout.name}-{layout.d_qk}")
 
 
@@ -42,6 +46,10 @@ every_layout = pytest.mark.parametrize("layout", ALL, ids=lambda layout: f"{layo
         (V32_NOPE_FP8, 512, 512, 528, 528, 528, 4, 512),
         (V41_FP8, 512, 512, 528, 528, 528, 16, 512),
         (V41_FP8_SPLIT, 512, 512, 528, 512, 512, 16, -1),
+        (V32_NVFP4, 576, 512, 352, 352, 256, 32, 320),
+        (V4_NVFP4, 512, 448, 384, 352, 224, 28, -1),
+        (V41_FP4, 512, 512, 288, 288, 288, 32, 256),
+        (V41_FP4_SPLIT, 512, 512, 288, 256, 256, 32, -1),
         (INDEXER_FP8, 128, 128, 132, 128, 128, 1, -1),
     ],
 )
@@ -53,11 +61,10 @@ def test_offsets(layout, d_qk, d_nope, token_bytes, row_stride, rope_offset, num
 
 @every_layout
 def test_parts_fill_a_token(layout):
-    scale_bytes = {"none": 0, "call": 0, "fp32": 4 * layout.num_scales, "ue8m0": -(-layout.num_scales // 8) * 8}[
-        layout.scale_kind
-    ]
-    nope_bytes = layout.d_nope if layout.quantized else 2 * layout.d_nope
-    assert nope_bytes + 2 * layout.d_rope + scale_bytes == layout.token_bytes
+    padded = {"ue8m0": -(-layout.num_scales // 8) * 8, "e4m3": -(-layout.num_scales // 32) * 32}
+    scale_bytes = {"none": 0, "call": 0, "fp32": 4 * layout.num_scales, **padded}[layout.scale_kind]
+    nope_bytes = layout.nope_bytes if layout.quantized else 2 * layout.d_nope
+    assert nope_bytes + layout.rope_bytes + scale_bytes == layout.token_bytes
     assert layout.d_nope + layout.d_rope == layout.d_qk
     if layout.scales_apart:
         assert layout.row_stride + layout.scale_stride == layout.token_bytes
@@ -74,7 +81,8 @@ def test_array_of_a_layout(layout):
 
 @pytest.mark.parametrize(
     ("layout", "block_size", "expected"),
-    [(V41_FP8_SPLIT, 1, 1024), (V41_FP8_SPLIT, 64, 33792), (V41_FP8, 3, 1584),
+    [(V41_FP4, 3, 864), (V41_FP4_SPLIT, 3, 1024), (V41_FP8_SPLIT, 1, 1024), (V41_FP8_SPLIT, 64, 33792),
+     (V41_FP8, 3, 1584), (V32_NVFP4, 3, 1056), (V4_NVFP4, 3, 1152),
      (V4_FP8, 1, 1152), (V4_FP8, 2, 1728), (V4_FP8, 64, 37440), (V4_FP8, 61, 35712), (V4_FP8, 256, 149760),
      (V32_FP8, 64, 41984), (V32_FP8, 1, 656), (BF16_576, 3, 3456), (INDEXER_FP8, 64, 8448)],
 )  # fmt: skip
@@ -88,7 +96,7 @@ def test_defines(layout):
     """Numbers, and the header of its rows."""
     defines = layout.defines()
     reader = defines.pop("ROW_READER", None)
-    assert (kernels_root() / reader).is_file() if layout in ATTENTION_LAYOUTS else reader is None
+    assert (kernels_root() / reader).is_file() if layout in CACHE_LAYOUTS else reader is None
     assert all(isinstance(value, int) for value in defines.values())
     assert (defines["D_QK"], defines["NUM_SCALES"]) == (layout.d_qk, layout.num_scales)
 
@@ -102,6 +110,7 @@ def test_layouts_are_told_by_dtype_and_last_axis():
 def test_names_for_type_checkers():
     """Those of the tuples."""
     assert get_args(layouts.CacheLayout) == layouts.names()
+    assert get_args(layouts.PagedLayout) == layouts.names(CACHE_LAYOUTS)
     assert get_args(layouts.WritableLayout) == layouts.names(ops_cache.LAYOUTS)
 
 

@@ -10,7 +10,7 @@ from ..checks.options import LARGEST_INT, require_instance, require_scale
 from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
 from ..dtypes import BFLOAT16, INT32
-from ..layouts import FP8_OF_V4, Layout
+from ..layouts import QUANTIZED_OF_V4, Layout
 from ..metadata.compressed import compressed_list_width
 from ..metadata.sparse_mla import SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata
@@ -78,7 +78,7 @@ class DeepseekV4Impl:
     def __init__(self, config: SparseMLAConfig, scale: float, workspace: Workspace) -> None:
         require_instance("config", config, SparseMLAConfig)
         require_instance("workspace", workspace, Workspace)
-        if config.layout not in FP8_OF_V4:
+        if config.layout not in QUANTIZED_OF_V4:
             raise ValueError(f"config: expected V4 layers with cache_layout 'v4_fp8', got {config.cache_layout!r}")
         self.config = config
         self.scale: float = require_scale("scale", scale)

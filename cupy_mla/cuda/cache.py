@@ -8,10 +8,9 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import ATTENTION_LAYOUTS, D_V, INDEXER_LAYOUTS, LEAST_SCALE, Layout
+from ..layouts import CACHE_LAYOUTS, D_V, INDEXER_LAYOUTS, LEAST_SCALE, Layout
 from . import structs
 from .driver import Gpu
-from .indexer import defines_of
 from .kernel import Kernel
 from .paging import call_scale, ceil_div, integers, pointer
 from .program import Clear, Launch, Program, Slot
@@ -19,7 +18,7 @@ from .structs import FLOAT, INT32, INT64, POINTER, Struct
 
 PACK = Struct(
     "PackParams", latent=POINTER, rope=POINTER, cache=POINTER, slots=POINTER, latent_stride=INT64, rope_stride=INT64,
-    block_stride=INT64, row_stride=INT64, num_slots=INT64, block_size=INT32, num_tokens=INT32, power_of_two=INT32,
+    block_stride=INT64, row_stride=INT64, num_slots=INT64, block_size=INT32, num_tokens=INT32, round_up=INT32,
     least_scale=FLOAT, k_scale=structs.CALL_SCALE,
 )  # fmt: skip
 UNPACK = Struct(
@@ -41,15 +40,15 @@ def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
 @cache
 def unpack_kernel(layout: Layout) -> Kernel:
     """The unpacking kernel for one cache layout."""
-    return Kernel("cache/unpack.cu", UNPACK, {**defines_of(layout), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
+    return Kernel("cache/unpack.cu", UNPACK, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    for layout in ATTENTION_LAYOUTS:
+    for layout in CACHE_LAYOUTS:
         for aligned in (True, False):
             yield pack_kernel(layout, aligned)
-    yield from map(unpack_kernel, (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS))
+    yield from map(unpack_kernel, (*CACHE_LAYOUTS, *INDEXER_LAYOUTS))
 
 
 def concat_and_cache_mla(
@@ -59,19 +58,19 @@ def concat_and_cache_mla(
     k_pe: Array,
     cache: Array,
     slots: Array,
-    scale_format: str,
+    round_up: bool,
     k_scale: Array | float,
 ) -> Program:
     """Twin of `reference.cache.concat_and_cache_mla`."""
     rope = k_pe if k_pe.shape[1] != 0 else None
-    return _pack(layout, kv_c, rope, cache, slots, scale_format == "ue8m0", k_scale)
+    return _pack(layout, kv_c, rope, cache, slots, round_up, k_scale)
 
 
 def quantize_and_insert_k_cache(
     gpu: Gpu, layout: Layout, k: Array, cache: Array, slots: Array, least_scale: float
 ) -> Program:
     """Twin of `reference.cache.quantize_and_insert_k_cache`."""
-    return _pack(layout, k, None, cache, slots, True, least_scale=least_scale)
+    return _pack(layout, k, None, cache, slots, False, least_scale=least_scale)
 
 
 def unpack_rows(gpu: Gpu, layout: Layout, cache: Array, slots: Array, k_scale: Array | float, out: Array) -> Program:
@@ -99,7 +98,7 @@ def _pack(
     rope: Array | None,
     cache: Array,
     slots: Array,
-    power_of_two: bool,
+    round_up: bool,
     k_scale: Array | float = 1.0,
     least_scale: float = LEAST_SCALE,
 ) -> Program:
@@ -114,7 +113,7 @@ def _pack(
         latent=latent.ptr, rope=pointer(rope or zeros), cache=cache.ptr, slots=slots.ptr,
         latent_stride=latent.strides[0], rope_stride=rope.strides[0] if rope else 0,
         block_stride=cache.strides[0] * size, row_stride=_row_stride(layout, cache),
-        num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens, power_of_two=int(power_of_two),
+        num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens, round_up=int(round_up),
         least_scale=least_scale, k_scale=call_scale(k_scale),
     )  # fmt: skip
     launch = Launch(pack_kernel(layout, aligned), (ceil_div(tokens, TOKENS_PER_BLOCK), 1, 1), params)

@@ -7,7 +7,7 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import BF16_576, D_V, FP8_OF_V4, FP8_OF_V32, Layout
+from ..layouts import BF16_576, D_V, QUANTIZED_OF_V4, QUANTIZED_OF_V32, Layout
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -53,8 +53,8 @@ def concat_kernel() -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield from map(gather_kernel, FP8_OF_V32)
-    yield from map(tail_kernel, FP8_OF_V4)
+    yield from map(gather_kernel, QUANTIZED_OF_V32)
+    yield from map(tail_kernel, QUANTIZED_OF_V4)
     yield concat_kernel()
 
 

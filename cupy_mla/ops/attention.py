@@ -29,7 +29,7 @@ from ..cuda.program import Plan
 from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..layouts import D_V
 from ..reference import attention as reference
-from ..typing import A, AnyArray, CacheLayout, CallScale
+from ..typing import A, AnyArray, CacheLayout, CallScale, PagedLayout
 from .scales import require_q, scale_of_q, scale_of_rows
 
 __all__ = ["plan_splits", "sparse_decode", "sparse_prefill"]
@@ -179,11 +179,12 @@ def sparse_decode(
     q_scale: CallScale | None = None,
     k_scale: CallScale | None = None,
     layout: CacheLayout | None = None,
+    extra_layout: PagedLayout | None = None,
 ) -> tuple[A, A]:
-    """Sparse attention of query tokens over slots of a paged KV cache (V32_FP8, V4_FP8, PLAIN_FP8 or bf16), split-KV.
+    """Sparse attention of query tokens over slots of a paged KV cache (FP8, NVFP4 or bf16), split-KV.
 
     For each query token and head, over the slots j of the token's index lists that are valid, row_j being the cache's
-    row as numbers (`float(e4m3) * scale`, bf16 values as they are), and q times `q_scale` where it is e4m3::
+    row as numbers (`float(code) * scale`, bf16 values as they are), and q times `q_scale` where it is e4m3::
 
         logit[j] = sm_scale * dot(q, row_j)
         lse      = log(sum_j exp(logit[j]))
@@ -205,14 +206,14 @@ def sparse_decode(
         q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding. Over PLAIN_FP8 rows it may
             be float8_e4m3fn (or uint8 of the same bytes).
         k_cache: [num_blocks, block_size, (1,) 656 | 584] uint8 or float8_e4m3fn, or [..., 576 | 512] bfloat16, or
-            float8_e4m3fn or uint8 (PLAIN_FP8).
+            float8_e4m3fn or uint8 (PLAIN_FP8), or uint8 [..., 352] (V32_NVFP4), [..., 384] (V4_NVFP4); see `layout`.
             The block stride may exceed the block; it must be a multiple of 16 bytes.
         indices: [b, s_q, topk] int32 slots (`block * block_size + offset`), invalid where < 0 or beyond the cache.
         sm_scale: factor on the dot products before the softmax, the model's: see `sparse_prefill`.
         attn_sink: [h_q] float32, natural-log units.
         topk_length: [b] int32; entries of `indices` at or after it are not looked at.
-        extra_k_cache, extra_indices, extra_topk_length: a second cache of the same layout with its own block size
-            and topk; one softmax runs over both row lists.
+        extra_k_cache, extra_indices, extra_topk_length: a second cache with its own block size and topk; one softmax
+            runs over both row lists. It is of the same layout, or of the one that `extra_layout` names.
         out: [b, s_q, h_q, 512] bfloat16, written in place when given.
         lse: [b, h_q, s_q] float32, written in place when given.
         num_splits: splits of each query's rows, 1 to 1024, whose partial results are merged by lse; default: chosen
@@ -222,6 +223,8 @@ def sparse_decode(
         q_scale: of an e4m3 q: a positive number, or [1] or [] float32 on the device; default 1.
         k_scale: the same of PLAIN_FP8 rows, those of both caches.
         layout: the name of the caches' layout, as of `empty_cache`; default: told by `k_cache`.
+        extra_layout: the name of the extra cache's layout, where it is another: [..., 288] uint8, "v41_fp4" or
+            "v41_fp4_split" beside "v41_fp8", "v41_fp4_split" beside "v41_fp8_split".
 
     Returns:
         out [b, s_q, h_q, 512] bfloat16 and lse [b, h_q, s_q] float32 (natural logarithm).
@@ -247,7 +250,7 @@ def sparse_decode(
         q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out, lse, q_scale,
         k_scale,
     )  # fmt: skip
-    return decode(given, scale, num_splits, batch_invariant, door=Door(layout=layout))
+    return decode(given, scale, num_splits, batch_invariant, door=Door(layout=layout, extra_layout=extra_layout))
 
 
 @operation
@@ -309,12 +312,13 @@ class Door(NamedTuple):
 
     Attributes:
         is_fp8_kvcache: must agree with `k_cache` where it is given.
-        layout: the name of `k_cache`'s layout, where it is given.
+        layout, extra_layout: names of the layouts of `k_cache` and of `extra_k_cache`, where they are given.
         names: what it calls arguments, by the names that they have.
     """
 
     is_fp8_kvcache: bool | None = None
     layout: str | None = None
+    extra_layout: str | None = None
     names: Mapping[str, str] = MappingProxyType({})
 
     def name(self, argument: str) -> str:
@@ -327,6 +331,13 @@ class Door(NamedTuple):
         if self.is_fp8_kvcache is not None and self.is_fp8_kvcache != layout.quantized:
             raise ValueError(f"is_fp8_kvcache is {self.is_fp8_kvcache}, but k_cache has the layout {layout.name}")
         return layout
+
+    def extra_layout_of(self, extra: Array, main: layouts.Layout) -> layouts.Layout:
+        """The layout of `extra_k_cache` beside a cache of layout `main`."""
+        others, name = layouts.EXTRA_OF.get(main, ()), self.extra_layout
+        if name is None and extra.shape[-1] not in {other.last_axis for other in others}:
+            return main
+        return cache_layout(extra, (main, *others), asked=name, asked_by=self.name("extra_layout"))
 
 
 NO_DOOR = Door()
@@ -354,6 +365,8 @@ def decode(
     require_known()
     extra_name = door.name("extra_indices")
     require_together(**{"extra_k_cache": extra_k_cache, extra_name: extra_indices})
+    if door.extra_layout is not None and extra_k_cache is None:
+        raise ValueError(f"{door.name('extra_layout')} was given without extra_k_cache")
     if extra_topk_length is not None and extra_indices is None:
         raise ValueError(f"extra_topk_length was given without extra_k_cache and {extra_name}")
     place, (q_, cache, idx) = bind(q=q, k_cache=k_cache, indices=indices)
@@ -369,8 +382,10 @@ def decode(
     require_cache(cache, layout)
     idx.require(INT32, b, s_q, "topk")
     _require_optional(sink, length, h_q, b)
+    extra_layout = layout
     if extra is not None and extra_idx is not None:
-        require_cache(extra, layout)
+        extra_layout = door.extra_layout_of(extra, layout)
+        require_cache(extra, extra_layout)
         extra_idx.require(INT32, b, s_q, "extra_topk")
         if extra_length is not None:
             extra_length.require(INT32, b)
@@ -390,8 +405,8 @@ def decode(
     scale = layout.d_qk**-0.5 if scale is None else scale
     launcher = partial(cuda.sparse_decode, batch_invariant=batch_invariant, plan=plan, alike=alike)
     arguments = Decode(
-        layout, q_, cache, idx, scale, q_scale, k_scale, sink, length, extra, extra_idx, extra_length, num_splits,
-        out_, lse_,
+        layout, q_, cache, idx, scale, q_scale, k_scale, sink, length, extra, extra_idx, extra_length,
+        extra_layout if extra_layout is not layout else None, num_splits, out_, lse_,
     )  # fmt: skip
     place.call(launcher, reference.sparse_decode, arguments)
     return out_.obj, lse_.obj

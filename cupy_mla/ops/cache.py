@@ -14,17 +14,18 @@ from ..checks.validate import ALIGNMENT, INDEXER_ALIGNMENT, cache_layout, requir
 from ..checks.values import check_slots
 from ..cuda import cache as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, INT64
-from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_LAYOUTS
+from ..layouts import ATTENTION_LAYOUTS, CACHE_LAYOUTS, D_V, INDEXER_LAYOUTS, QUANTIZED_OF_V4
 from ..reference import cache as reference
-from ..typing import A, AnyArray, CacheLayout, CallScale, DenseLayout, ScaleFormat, WritableLayout
+from ..typing import A, AnyArray, CallScale, DenseLayout, PagedLayout, ScaleFormat, ScaleRounding, WritableLayout
 from .scales import scale_of_rows
 
 __all__ = ["concat_and_cache_mla", "empty_cache", "quantize_and_insert_k_cache", "unpack_rows"]
 
 SCALE_FORMATS = ("fp32", "ue8m0")
-LAYOUTS = tuple(layout for layout in ATTENTION_LAYOUTS if layout not in FP8_OF_V4)  # `concat_and_cache_mla` writes
+SCALE_ROUNDINGS = ("up", "nearest")
+LAYOUTS = tuple(layout for layout in ATTENTION_LAYOUTS if not layout.of_v4)  # `concat_and_cache_mla` writes
 WRITERS = {
-    **dict.fromkeys(LAYOUTS, "concat_and_cache_mla"), **dict.fromkeys(FP8_OF_V4, "quantize_and_insert_k_cache"),
+    **dict.fromkeys(LAYOUTS, "concat_and_cache_mla"), **dict.fromkeys(QUANTIZED_OF_V4, "quantize_and_insert_k_cache"),
     **dict.fromkeys(INDEXER_LAYOUTS, "indexer_k_quant_and_cache"),
 }  # fmt: skip
 
@@ -38,23 +39,26 @@ def concat_and_cache_mla(
     *,
     layout: WritableLayout | None = None,
     scale_format: ScaleFormat = "fp32",
+    scale_rounding: ScaleRounding = "up",
     k_scale: CallScale | None = None,
 ) -> None:
-    """Write tokens into a paged cache in layout BF16, V32_FP8 or PLAIN_FP8: the latent row followed by its RoPE part.
+    """Write tokens into a paged cache of layout BF16, V32_FP8, PLAIN_FP8 or V32_NVFP4: latent row, then RoPE part.
 
     Args:
         kv_c: [T, (1,) 512] bfloat16, normalised latent rows.
         k_pe: [T, (1,) 64] bfloat16, RoPE parts; [T, 0] of a model without RoPE.
         kv_cache: [num_blocks, block_size, (1,) 576] bfloat16 or, of PLAIN_FP8, uint8 / float8_e4m3fn, without RoPE
-            512; or [num_blocks, block_size, (1,) 656] uint8 / float8_e4m3fn (V32_FP8), whose RoPE part is zeros without
-            RoPE; written in place.
+            512; or [num_blocks, block_size, (1,) 656] uint8 / float8_e4m3fn (V32_FP8) or [..., 352] (V32_NVFP4), whose
+            RoPE part is zeros without RoPE; written in place.
         slot_mapping: [T'] int64 with T' <= T (a padded batch: its length counts). A token whose slot is negative is
             skipped; a slot beyond the cache is never written.
-        layout: "bf16" ("bfloat16", "auto"), "v32_fp8" (vLLM: "fp8_ds_mla") or "plain_fp8" (vLLM: "fp8", "fp8_e4m3");
-            default: told by `kv_cache`. "v32_nope_fp8", [num_blocks, block_size, (1,) 528] uint8 / float8_e4m3fn of
-            models without RoPE, must be named.
+        layout: "bf16" ("bfloat16", "auto"), "v32_fp8" (vLLM: "fp8_ds_mla"), "plain_fp8" (vLLM: "fp8", "fp8_e4m3") or
+            "v32_nvfp4" (vLLM: "nvfp4_ds_mla"); default: told by `kv_cache`. "v32_nope_fp8", [num_blocks, block_size,
+            (1,) 528] uint8 / float8_e4m3fn of models without RoPE, must be named.
         scale_format: "fp32" (`max(amax / 448, FLT_MIN)`, what vLLM writes) or "ue8m0" (rounded up to a power of
-            two); only V32_FP8 has scales.
+            two); of V32_FP8 and V32_NOPE_FP8.
+        scale_rounding: of V32_NVFP4, from `max(amax / 6, 2**-9)` to e4m3: "up", which saturates no value and is what
+            vLLM's operation of this name writes, or "nearest", as its fused kernel does.
         k_scale: of PLAIN_FP8, whose values are `e4m3(x / k_scale)`, rounded to nearest even and saturated at 448: a
             positive number, or [1] or [] float32 on the device; default 1.
 
@@ -70,6 +74,7 @@ def concat_and_cache_mla(
         [[0, 5], [1, 0]]
     """
     require_choice("scale_format", scale_format, SCALE_FORMATS)
+    require_choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
     place, (kv_c_, k_pe_, cache, slots) = bind(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
     told = cache_layout(cache, LAYOUTS, WRITERS, asked=layout)
     tokens = tokens_of(kv_c_).require(BFLOAT16, "T", D_V).shape[0]
@@ -78,8 +83,9 @@ def concat_and_cache_mla(
     scale = scale_of_rows(place, told, k_scale)
     if arrays.CHECK_VALUES:
         check_slots(slots, cache)
+    round_up = scale_rounding == "up" if told.scale_kind == "e4m3" else scale_format == "ue8m0"
     place.call(
-        cuda.concat_and_cache_mla, reference.concat_and_cache_mla, told, kv_c_, k_pe_, cache, slots, scale_format, scale
+        cuda.concat_and_cache_mla, reference.concat_and_cache_mla, told, kv_c_, k_pe_, cache, slots, round_up, scale
     )
 
 
@@ -89,20 +95,23 @@ def quantize_and_insert_k_cache(
     k_cache: AnyArray,
     slot_mapping: AnyArray,
     *,
-    layout: CacheLayout | None = None,
+    layout: PagedLayout | None = None,
     scale_floor: float = layouts.LEAST_SCALE,
 ) -> None:
-    """Write tokens into a paged cache in layout V4_FP8 or V41_FP8.
+    """Write tokens into a paged cache in layout V4_FP8, V41_FP8, V4_NVFP4 or V41_FP4.
 
     Args:
         k: [T, (1,) 512] bfloat16. V4_FP8: 448 NoPE values, which are quantized in tiles of 64, and 64 RoPE values.
-            V41_FP8: all values are quantized, in tiles of 32.
-        k_cache: [num_blocks, block_size, 584] (V4_FP8) or [..., 528] (V41_FP8) uint8 / float8_e4m3fn, block stride a
-            multiple of 16 bytes (V4_FP8's usual writers round it up to a multiple of 576); written in place.
+            V41_FP8: all values are quantized, in tiles of 32. V4_NVFP4: as V4_FP8, in tiles of 16.
+            V41_FP4: all values, in tiles of 16.
+        k_cache: [num_blocks, block_size, 584] (V4_FP8), [..., 528] (V41_FP8), [..., 384] (V4_NVFP4) or
+            [..., 288] (V41_FP4) uint8 / float8_e4m3fn, block stride a multiple of 16 bytes (V4_FP8's usual writers
+            round it up to a multiple of 576); written in place.
         slot_mapping: [T'] int64 with T' <= T; see `concat_and_cache_mla`.
-        layout: its name, as of `empty_cache`; default: told by `k_cache`, but for V41_FP8, which must be named.
-        scale_floor: the least scale, a power of two: 2**-22 is that of vLLM's writers, 2**-13 that of FlashMLA's and
-            SGLang's for V41_FP8. Only rows of tiny values differ.
+        layout: its name, as of `empty_cache`; default: told by `k_cache`, but for V41_FP8 and V41_FP4, which must be
+            named.
+        scale_floor: the least UE8M0 scale, a power of two: 2**-22 is that of vLLM's writers, 2**-13 that of FlashMLA's
+            and SGLang's for V41_FP8. Only rows of tiny values differ.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -115,7 +124,7 @@ def quantize_and_insert_k_cache(
         [False, True]
     """
     place, (k_, cache, slots) = bind(k=k, k_cache=k_cache, slot_mapping=slot_mapping)
-    told = cache_layout(cache, FP8_OF_V4, WRITERS, asked=layout)
+    told = cache_layout(cache, QUANTIZED_OF_V4, WRITERS, asked=layout)
     floor = require_scale("scale_floor", scale_floor)
     if not 2.0**-126 <= floor <= 1 or frexp(floor)[0] != 0.5:
         raise ValueError(f"scale_floor: expected a power of two from 2**-126 to 1, got {scale_floor}")
@@ -133,21 +142,21 @@ def unpack_rows(
     *,
     out: A | None = None,
     k_scale: CallScale | None = None,
-    layout: CacheLayout | None = None,
+    layout: PagedLayout | None = None,
 ) -> A:
     """Rows of a paged cache of any layout as numbers: what attention, or the indexer, sees in them.
 
     Args:
         cache: [num_blocks, block_size, (1,) last axis] in any layout, told by dtype and last axis: bfloat16 of 576 or
-            512 values, uint8 or float8_e4m3fn of 656 bytes (V32_FP8), 584 (V4_FP8), 576 or 512 (PLAIN_FP8), 132
-            (INDEXER_FP8) or 68 (INDEXER_MXFP4).
+            512 values, uint8 or float8_e4m3fn of 656 bytes (V32_FP8), 584 (V4_FP8), 576 or 512 (PLAIN_FP8), 352
+            (V32_NVFP4), 384 (V4_NVFP4), 132 (INDEXER_FP8) or 68 (INDEXER_MXFP4).
         slots: [n] int32 or int64. The row of a slot that is negative or beyond the cache is zeros.
         out: [n, d_qk] float32, written in place when given.
         k_scale: of PLAIN_FP8, as of `concat_and_cache_mla`.
         layout: its name, as of `empty_cache`; default: told by `cache`.
 
     Returns:
-        [n, d_qk] float32: 576 or 512 values, of keys of the indexer 128; `float(e4m3) * scale` where they are
+        [n, d_qk] float32: 576 or 512 values, of keys of the indexer 128; `float(code) * scale` where they are
         quantized.
 
     Raises:
@@ -163,7 +172,7 @@ def unpack_rows(
     """
     place, (cache_, slots_) = bind(cache=cache, slots=slots)
     (out_,) = place.optional(out=out)
-    told = cache_layout(cache_, (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS), asked=layout)
+    told = cache_layout(cache_, (*CACHE_LAYOUTS, *INDEXER_LAYOUTS), asked=layout)
     require_cache(cache_, told, INDEXER_ALIGNMENT if told in INDEXER_LAYOUTS else ALIGNMENT)
     (count,) = slots_.require((INT32, INT64), "n").shape
     out_ = place.output("out", out_, (count, told.d_qk), FLOAT32)
@@ -175,7 +184,7 @@ def unpack_rows(
 
 
 def empty_cache(
-    layout: DenseLayout | Literal["indexer_fp8", "indexer_mxfp4"] | layouts.Layout,
+    layout: DenseLayout | PagedLayout | Literal["indexer_fp8", "indexer_mxfp4"] | layouts.Layout,
     num_blocks: int,
     block_size: int,
     place: tuple[str, int] = ("numpy", HOST),
@@ -189,8 +198,9 @@ def empty_cache(
 
     Args:
         layout: one of `cupy_mla.layouts`, or its name: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla"), "v4_fp8", "plain_fp8"
-            (vLLM: "fp8", "fp8_e4m3"), "fp16", "v32_nope_fp8", "v41_fp8", and "indexer_fp8" or "indexer_mxfp4" for keys
-            of the indexer.
+            (vLLM: "fp8", "fp8_e4m3"), "fp16", "v32_nope_fp8", "v41_fp8", "v41_fp8_split", "v32_nvfp4" (vLLM:
+            "nvfp4_ds_mla"), "v4_nvfp4", "v41_fp4", "v41_fp4_split", and "indexer_fp8" or "indexer_mxfp4" for
+            keys of the indexer.
         num_blocks: blocks of the cache.
         block_size: rows a block: tokens, or of a compressed cache `block_size // compress_ratio` of its config.
         place: where it lives: (kind of array, device), for instance ("torch", 0); `Place.of(array)` gives that of an

@@ -54,7 +54,7 @@ def dense_decode(
 ) -> tuple[A, A]:
     """Attention of query tokens over all rows of their requests in a paged KV cache, split-KV.
 
-    The cache holds rows in layout V32_FP8, V4_FP8, PLAIN_FP8, bf16 or fp16.
+    The cache holds rows in layout V32_FP8, V4_FP8, PLAIN_FP8, V32_NVFP4, V4_NVFP4, bf16 or fp16.
 
     Query i of a request's s_q sees rows 0 to n_i - 1 of the request; with `window` only the last `window` of these::
 

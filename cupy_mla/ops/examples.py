@@ -16,13 +16,16 @@ from ..arguments import Prefill
 from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32
 from ..layouts import (
     ATTENTION_LAYOUTS,
+    CACHE_LAYOUTS,
     D_V,
     DENSE_LAYOUTS,
-    FP8_OF_V4,
-    FP8_OF_V32,
+    EXTRA_LAYOUTS,
+    EXTRA_OF,
     INDEXER_FP8,
     INDEXER_LAYOUTS,
     INDEXER_MXFP4,
+    QUANTIZED_OF_V4,
+    QUANTIZED_OF_V32,
     Layout,
 )
 from ..reference import attention as reference_attention
@@ -42,7 +45,7 @@ class Wanted(NamedTuple):
             (`cupy_mla.set_checks`) refuse.
     """
 
-    layouts: tuple[Layout, ...] = DENSE_LAYOUTS
+    layouts: tuple[Layout, ...] = (*DENSE_LAYOUTS, *EXTRA_LAYOUTS)
     many: int = 4
     strays: bool = False
 
@@ -90,6 +93,10 @@ FORMATS = (
     Format(layouts.V32_NOPE_FP8),
     Format(layouts.V41_FP8),
     Format(layouts.V41_FP8_SPLIT),
+    Format(layouts.V32_NVFP4),
+    Format(layouts.V4_NVFP4),
+    Format(layouts.V41_FP4),
+    Format(layouts.V41_FP4_SPLIT),
     Format(layouts.FP16_576),
     Format(layouts.FP16_512),
 )
@@ -265,6 +272,10 @@ def decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
                 sink = rng.standard_normal(heads, np.float32)
                 more = {"extra_k_cache": extra, "extra_indices": lists[1], "attn_sink": sink}
                 yield Call(f"{detail}, two caches", arguments | more)
+        for other in EXTRA_OF.get(layout, ()):
+            more = {"extra_k_cache": _full_cache(rng, other, TOKENS // 2, 2), "extra_layout": other.name}
+            more["extra_indices"] = _lists(rng, wanted, *arguments["indices"].shape)
+            yield Call(f"{detail}, beside {other.name}", arguments | more)
 
 
 def dense_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -317,7 +328,7 @@ def mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call
 
 def v4_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     row = {"k": _rows(rng, TOKENS, D_V), "slot_mapping": _slots(rng, wanted)}
-    for layout, _, _ in _formats(wanted, FP8_OF_V4):
+    for layout, _, _ in _formats(wanted, QUANTIZED_OF_V4):
         arguments = {**row, "k_cache": _empty_cache(layout), **_named(layout)}
         yield Call(layout.name, arguments)
         yield Call(f"{layout.name}, unaligned rows", arguments, unaligned=("k",))
@@ -336,7 +347,7 @@ def indexer_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[
 
 def unpacking_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     """Slots of every second call are int64."""
-    for i, layout in enumerate((*(row.layout for row in _formats(wanted)), *INDEXER_LAYOUTS)):
+    for i, layout in enumerate((*(row.layout for row in _formats(wanted, CACHE_LAYOUTS)), *INDEXER_LAYOUTS)):
         slots = _slots(rng, wanted).astype(np.int64 if i % 2 else np.int32)
         arguments = {"cache": _full_cache(rng, layout), "slots": slots, **_named(layout)}
         yield Call(f"{layout.name} of {layout.d_qk}", arguments)
@@ -351,7 +362,7 @@ def _lens(rng: np.random.Generator, wanted: Wanted) -> np.ndarray:
 
 
 def mla_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for layout, _, _ in _formats(wanted, FP8_OF_V32):
+    for layout, _, _ in _formats(wanted, QUANTIZED_OF_V32):
         arguments = {
             "src_cache": _full_cache(rng, layout), "dst": _unwritten((60, layout.d_qk), BFLOAT16),
             "block_table": _block_table(rng, wanted, 2), "seq_lens": _lens(rng, wanted),
@@ -362,7 +373,7 @@ def mla_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]
 
 
 def v4_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for layout, _, _ in _formats(wanted, FP8_OF_V4):
+    for layout, _, _ in _formats(wanted, QUANTIZED_OF_V4):
         lens = _lens(rng, wanted)
         for block_size, gather_lens in ((32, lens * 2 // 3), (15, None)):
             arguments = {

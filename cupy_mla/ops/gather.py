@@ -12,16 +12,16 @@ from ..checks.validate import cache_layout, require_cache
 from ..checks.values import check_blocks, check_lengths, check_workspace
 from ..cuda import gather as cuda
 from ..dtypes import BFLOAT16, INT32
-from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32, INDEXER_LAYOUTS
+from ..layouts import BF16_576, INDEXER_LAYOUTS, QUANTIZED_OF_V4, QUANTIZED_OF_V32
 from ..reference import gather as reference
-from ..typing import AnyArray, CacheLayout, CallScale
+from ..typing import AnyArray, CallScale, PagedLayout
 from .scales import scale_of_rows
 
 __all__ = ["concat_mla_q", "cp_gather_and_upconvert_fp8_kv_cache", "dequantize_and_gather_k_cache"]
 
 GATHERERS = {
-    **dict.fromkeys(FP8_OF_V32, "cp_gather_and_upconvert_fp8_kv_cache"),
-    **dict.fromkeys(FP8_OF_V4, "dequantize_and_gather_k_cache"),
+    **dict.fromkeys(QUANTIZED_OF_V32, "cp_gather_and_upconvert_fp8_kv_cache"),
+    **dict.fromkeys(QUANTIZED_OF_V4, "dequantize_and_gather_k_cache"),
     **dict.fromkeys(INDEXER_LAYOUTS, "cp_gather_indexer_k_quant_cache"),
 }  # fmt: skip
 
@@ -35,14 +35,14 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     workspace_starts: AnyArray,
     *,
     k_scale: CallScale | None = None,
-    layout: CacheLayout | None = None,
+    layout: PagedLayout | None = None,
 ) -> None:
-    """Copy requests out of a paged FP8 cache of V3.2's kind into consecutive rows, dequantized to bfloat16.
+    """Copy requests out of a paged FP8 or NVFP4 cache of V3.2's kind into consecutive rows, dequantized to bfloat16.
 
     The first `seq_lens[r]` tokens of request r go to `dst[workspace_starts[r]]` and the rows after it.
 
     Args:
-        src_cache: [num_blocks, block_size, (1,) 656 | 576 | 512 | 528] uint8 or float8_e4m3fn.
+        src_cache: [num_blocks, block_size, (1,) 656 | 576 | 512 | 528 | 352] uint8 or float8_e4m3fn.
         dst: [S, 576] bfloat16, of rows of 512 values [S, 512]; written in place. A request that starts outside it is
             left out, rows beyond it are not written, and rows of tokens whose block does not exist become zeros.
         block_table: [R, M] int32 blocks of each request.
@@ -70,7 +70,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     place, (cache, dst_, table, lens, starts) = bind(
         src_cache=src_cache, dst=dst, block_table=block_table, seq_lens=seq_lens, workspace_starts=workspace_starts
     )
-    told = cache_layout(cache, FP8_OF_V32, GATHERERS, asked=layout)
+    told = cache_layout(cache, QUANTIZED_OF_V32, GATHERERS, asked=layout)
     require_cache(cache, told)
     dst_.require(BFLOAT16, "S", told.d_qk).require_writable()
     requests = table.require(INT32, "R", "M").shape[0]
@@ -97,23 +97,24 @@ def dequantize_and_gather_k_cache(
     block_size: int,
     offset: int,
     *,
-    layout: CacheLayout | None = None,
+    layout: PagedLayout | None = None,
 ) -> None:
-    """Copy the last tokens of requests out of a paged V4_FP8 or V41_FP8 cache, dequantized to bfloat16.
+    """Copy the last tokens of requests out of a paged FP8 or FP4 cache of V4's kind, dequantized to bfloat16.
 
     The last `gather_lens[r]` of request r's `seq_lens[r]` tokens go to `out[r, offset]` and the rows after it.
 
     Args:
         out: [R, M, 512] bfloat16, written in place. Tokens beyond its M rows are not written, and rows of tokens whose
             block does not exist become zeros.
-        k_cache: [num_blocks, block_size, (1,) 584 | 528] uint8 or float8_e4m3fn, block stride a multiple of 16
-            bytes.
+        k_cache: [num_blocks, block_size, (1,) 584 | 528 | 384 | 288] uint8 or float8_e4m3fn, block stride a multiple of
+            16 bytes.
         seq_lens: [R] int32.
         gather_lens: [R] int32, at most a sequence each (more counts as that); None: whole sequences.
         block_table: [R, M'] int32 blocks of each request.
         block_size: tokens a block, as `k_cache` has them.
         offset: first row to write, 0 to M.
-        layout: its name, as of `empty_cache`; default: told by `k_cache`, but for V41_FP8, which must be named.
+        layout: its name, as of `empty_cache`; default: told by `k_cache`, but for V41_FP8 and V41_FP4, which must be
+            named.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -132,7 +133,7 @@ def dequantize_and_gather_k_cache(
     """
     place, (out_, cache, lens, table) = bind(out=out, k_cache=k_cache, seq_lens=seq_lens, block_table=block_table)
     (gather,) = place.optional(gather_lens=gather_lens)
-    told = cache_layout(cache, FP8_OF_V4, GATHERERS, asked=layout)
+    told = cache_layout(cache, QUANTIZED_OF_V4, GATHERERS, asked=layout)
     require_cache(cache, told)
     block_size = require_integer("block_size", block_size, 1)
     if block_size != cache.shape[1]:

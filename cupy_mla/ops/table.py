@@ -20,7 +20,7 @@ import numpy as np
 
 from ..bridges import as_dtype, to_numpy
 from ..dtypes import BFLOAT16, E4M3, FLOAT16, FLOAT32, INT32, INT64, UINT8
-from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_LAYOUTS, Layout
+from ..layouts import CACHE_LAYOUTS, D_V, INDEXER_LAYOUTS, QUANTIZED_OF_V4, QUANTIZED_OF_V32, Layout
 from ..typing import A, AnyArray
 from . import (
     attention,
@@ -176,7 +176,7 @@ def _logits_shape(q8: Any, k8: Any, compact_width: int | None = None, **_: Any) 
 
 def _width_of(paged: Any) -> int:
     """Values of a row of a cache."""
-    known = (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS)
+    known = (*CACHE_LAYOUTS, *INDEXER_LAYOUTS)
     return next(layout.d_qk for layout in known if layout.last_axis == paged.shape[-1])
 
 
@@ -223,7 +223,9 @@ TABLE = (
         exact=False,
     ),
     Operation(cache.concat_and_cache_mla, examples.mla_packing_calls, written=("kv_cache",), layouts=cache.LAYOUTS),
-    Operation(cache.quantize_and_insert_k_cache, examples.v4_packing_calls, written=("k_cache",), layouts=FP8_OF_V4),
+    Operation(
+        cache.quantize_and_insert_k_cache, examples.v4_packing_calls, written=("k_cache",), layouts=QUANTIZED_OF_V4
+    ),
     Operation(
         cache.unpack_rows,
         examples.unpacking_calls,
@@ -301,14 +303,17 @@ TABLE = (
         results=(Result("out", lambda candidates, k, **_: (candidates.shape[0], k), INT32),),
     ),
     Operation(
-        gather.cp_gather_and_upconvert_fp8_kv_cache, examples.mla_gather_calls, written=("dst",), layouts=FP8_OF_V32
+        gather.cp_gather_and_upconvert_fp8_kv_cache,
+        examples.mla_gather_calls,
+        written=("dst",),
+        layouts=QUANTIZED_OF_V32,
     ),
     Operation(
         gather.dequantize_and_gather_k_cache,
         examples.v4_gather_calls,
         written=("out",),
         optional=("gather_lens",),
-        layouts=FP8_OF_V4,
+        layouts=QUANTIZED_OF_V4,
     ),
     Operation(gather.concat_mla_q, examples.concat_calls, written=("out",)),
     Operation(
@@ -370,13 +375,13 @@ TABLE = (
             ),
             Result("lens", lambda token_to_req, **_: token_to_req.shape, INT32),
         ),
-        layouts=FP8_OF_V4,
+        layouts=QUANTIZED_OF_V4,
     ),
     Operation(
         swa.compute_prefill_gather_lens,
         examples.gather_lens_calls,
         results=(Result("out", lambda seq_lens, num_decodes, **_: (seq_lens.shape[0] - num_decodes,), INT32),),
-        layouts=FP8_OF_V4,
+        layouts=QUANTIZED_OF_V4,
     ),
     Operation(
         swa.combine_topk_swa_indices,
@@ -392,7 +397,7 @@ TABLE = (
             ),
             Result("lens", lambda topk_indices, **_: topk_indices.shape[:1], INT32),
         ),
-        layouts=FP8_OF_V4,
+        layouts=QUANTIZED_OF_V4,
     ),
     Operation(
         compressed.compute_global_topk_indices_and_lens,
@@ -401,20 +406,20 @@ TABLE = (
             Result("out", lambda topk_indices, **_: topk_indices.shape, INT32),
             Result("lens", lambda topk_indices, **_: topk_indices.shape[:1], INT32),
         ),
-        layouts=FP8_OF_V4,
+        layouts=QUANTIZED_OF_V4,
     ),
     Operation(
         compressed.get_compressed_slot_mapping,
         examples.slot_mapping_calls,
         results=(Result("out", lambda num_tokens, **_: (num_tokens,), INT64),),
-        layouts=FP8_OF_V4,
+        layouts=QUANTIZED_OF_V4,
         writer=compressed.write_compressed_slot_mapping,
     ),
     Operation(
         compressed.build_c128a_topk_metadata,
         examples.c128a_calls,
         written=("decode_indices", "decode_lens", "prefill_indices"),
-        layouts=FP8_OF_V4,
+        layouts=QUANTIZED_OF_V4,
         writer=compressed.write_c128a_topk_metadata,
     ),
     Operation(

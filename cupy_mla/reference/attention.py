@@ -26,15 +26,15 @@ def sparse_prefill(a: Prefill) -> None:
 @np.errstate(all="ignore")
 def sparse_decode(a: Decode) -> None:
     """Attention over slots of a paged cache [num_blocks, block_size, last axis]; see `cupy_mla.sparse_decode`."""
-    caches = [(a.cache, a.indices, a.length)]
+    caches = [(a.layout, a.cache, a.indices, a.length)]
     if a.extra is not None:
-        caches.append((a.extra, a.extra_indices, a.extra_length))
+        caches.append((a.extra_layout or a.layout, a.extra, a.extra_indices, a.extra_length))
     q = queries(a)
     for i, j in np.ndindex(q.shape[:2]):
         rows = np.concatenate(
             [
-                rows_of(paged, a.layout, valid_entries(slots, (i, j), count, i, math.prod(paged.shape[:2])), a.k_scale)
-                for paged, slots, count in caches
+                rows_of(paged, layout, valid_entries(slots, (i, j), count, i, math.prod(paged.shape[:2])), a.k_scale)
+                for layout, paged, slots, count in caches
             ]
         )
         a.out[i, j], a.lse[i, :, j] = attend_in_splits(q[i, j], rows, a.sm_scale, a.num_splits, a.sink)

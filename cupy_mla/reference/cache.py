@@ -10,12 +10,13 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..dtypes import BFLOAT16, E4M3, E4M3_MAX, E8M0, FLOAT32
-from ..layouts import INDEXER_MXFP4, LEAST_SCALE, Layout
-from . import mxfp4
+from ..layouts import LEAST_SCALE, Layout
+from . import mxfp4, nvfp4
 
 FLT_MIN = np.finfo(np.float32).tiny
 AMAX_FLOOR = 1e-4  # keeps power-of-two scales from vanishing with a tile's values
 E8M0_BIAS = 127
+SCALE_BYTES = {"call": 0, "fp32": 4, "ue8m0": 1, "e4m3": 1}
 
 
 @np.errstate(all="ignore")
@@ -25,12 +26,13 @@ def concat_and_cache_mla(
     k_pe: np.ndarray,
     cache: np.ndarray,
     slots: np.ndarray,
-    scale_format: str,
+    round_up: bool,
     k_scale: float | np.ndarray,
 ) -> None:
     """Write tokens whose RoPE values come apart; see `cupy_mla.concat_and_cache_mla`."""
     no_rope = np.zeros((len(kv_c), layout.d_qk - kv_c.shape[1] - k_pe.shape[1]), BFLOAT16)
-    pack_rows(layout, np.concatenate([kv_c, k_pe, no_rope], axis=1), cache, slots, scale_format, k_scale)
+    rows = np.concatenate([kv_c, k_pe, no_rope], axis=1)
+    pack_rows(layout, rows, cache, slots, round_up, k_scale)
 
 
 @np.errstate(all="ignore")
@@ -47,7 +49,7 @@ def pack_rows(
     rows: np.ndarray,
     cache: np.ndarray,
     slots: np.ndarray,
-    scale_format: str = "fp32",
+    round_up: bool = False,
     k_scale: float | np.ndarray = 1.0,
     least_scale: float = LEAST_SCALE,
 ) -> None:
@@ -57,7 +59,7 @@ def pack_rows(
         rows: [T, d_qk] bfloat16.
         cache: [num_blocks, block_size, last axis] in `layout`.
         slots: [T'] integers, T' <= T.
-        scale_format: "fp32", or "ue8m0", which rounds float32 scales up to powers of two.
+        round_up: round scales up: float32 ones to powers of two, e4m3 ones, which are else the nearest.
         k_scale: the scale of all rows, of a layout whose scale a call brings.
         least_scale: of UE8M0 scales, a power of two.
     """
@@ -71,10 +73,16 @@ def pack_rows(
         cache.view(np.uint8)[block, offset] = _quantize(values, np.full((len(rows), 1), k_scale, np.float32))
         return
     nope, rope, scale_bytes = _regions(layout, cache)
-    values, amax = _tiles(layout, rows)
-    scales, stored = _scales(layout, amax, scale_format == "ue8m0", least_scale)
-    nope[block, offset] = _quantize(values, scales)
+    if layout.scale_kind == "e4m3":
+        values = rows[:, : layout.d_nope].astype(np.float32)
+        nope[block, offset], stored = nvfp4.quantize(layout, values, round_up)
+    else:
+        tiles, amax = _tiles(layout, rows)
+        scales, stored = _scales(layout, amax, round_up, least_scale)
+        nope[block, offset] = _quantize(tiles, scales)
     rope[block, offset] = _rope_bytes(layout, rows)
+    if layout.scales_in_fours:
+        stored = stored.reshape(len(rows), layout.num_scales // 4, 4).swapaxes(1, 2).reshape(stored.shape)
     scale_bytes[block, offset, : stored.shape[1]] = stored
     scale_bytes[block, offset, stored.shape[1] :] = 0  # padding
 
@@ -89,23 +97,18 @@ def rows_of(cache: np.ndarray, layout: Layout, slots: np.ndarray, k_scale: float
         k_scale: the scale of all rows, of a layout whose scale a call brings.
 
     Returns:
-        [n, d_qk] float32, `float(e4m3) * scale` where the layout quantizes.
+        [n, d_qk] float32, `float(code) * scale` where the layout quantizes.
     """
     block, offset = np.divmod(slots, cache.shape[1])
     if not layout.quantized:
         return cache[block, offset].astype(np.float32)
     if layout.scale_of_call:
         return cache[block, offset].view(E4M3).astype(np.float32) * np.asarray(k_scale, np.float32)
-    if layout is INDEXER_MXFP4:
-        codes, _, scale_bytes = _regions(layout, cache)
-        codes = codes[..., : layout.row_stride]  # the rest is the next row's
-        return mxfp4.dequantize(codes[block, offset], scale_bytes[block, offset]).astype(np.float32)
     nope, rope, scale_bytes = (region[block, offset] for region in _regions(layout, cache))
-    scale_dtype = FLOAT32 if layout.scale_kind == "fp32" else E8M0
-    scales = scale_bytes.view(scale_dtype)[:, : layout.num_scales].astype(np.float32)
+    scales = _scale_numbers(layout, scale_bytes)
     rows = np.empty((len(slots), layout.d_qk), np.float32)
-    rows[:, : layout.d_nope] = nope.view(E4M3)
-    rows[:, layout.d_nope :] = rope.view(BFLOAT16)
+    rows[:, : layout.d_nope] = mxfp4.unpacked(nope) if layout.code_bits == 4 else nope.view(E4M3)
+    rows[:, layout.d_nope :] = _rope_numbers(layout, rope)
     tiles = rows[:, : layout.d_nope].reshape(len(slots), layout.num_scales, layout.scale_tile)
     tiles[...] = np.where(scales[..., None] == 0, 0, tiles * scales[..., None])  # whatever is stored under a scale of 0
     return rows
@@ -122,9 +125,9 @@ def unpack_rows(
 
 
 def rope_bits(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndarray:
-    """The RoPE parts [n, d_rope] bfloat16 of rows in a quantized cache, bit for bit."""
+    """The RoPE parts [n, d_rope] bfloat16 of rows in a quantized cache, bit for bit where they are stored so."""
     block, offset = np.divmod(slots, cache.shape[1])
-    return _regions(layout, cache)[1][block, offset].view(BFLOAT16)
+    return _rope_numbers(layout, _regions(layout, cache)[1][block, offset]).astype(BFLOAT16)
 
 
 def _targets(slots: np.ndarray, cache: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -146,12 +149,12 @@ def _regions(layout: Layout, cache: np.ndarray) -> tuple[np.ndarray, np.ndarray,
     def region(start: int, nbytes: int, token_stride: int) -> np.ndarray:
         return as_strided(flat[:, start:], (num_blocks, block_size, nbytes), (block_stride, token_stride, 1))
 
-    nope = region(0, layout.d_nope, layout.row_stride)
-    rope = region(layout.rope_offset, layout.d_rope * BFLOAT16.itemsize, layout.row_stride)
+    nope = region(0, layout.nope_bytes, layout.row_stride)
+    rope = region(layout.rope_offset, layout.rope_bytes, layout.row_stride)
     if layout.scales_apart:
         scales = region(layout.row_stride * block_size, layout.scale_stride, layout.scale_stride)
     else:
-        scales = region(layout.scale_offset, layout.rope_offset - layout.scale_offset, layout.row_stride)
+        scales = region(layout.scale_offset, layout.num_scales * SCALE_BYTES[layout.scale_kind], layout.row_stride)
     return nope, rope, scales
 
 
@@ -192,4 +195,20 @@ def _quantize(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _rope_bytes(layout: Layout, rows: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(rows[:, layout.d_nope :]).view(np.uint8)
+    rope = rows[:, layout.d_nope :]
+    if layout.rope_coded:
+        return _quantize(rope.astype(np.float32)[:, None], np.ones((len(rows), 1), np.float32))
+    return np.ascontiguousarray(rope).view(np.uint8)
+
+
+def _rope_numbers(layout: Layout, rope: np.ndarray) -> np.ndarray:
+    return rope.view(E4M3 if layout.rope_coded else BFLOAT16)
+
+
+def _scale_numbers(layout: Layout, scale_bytes: np.ndarray) -> np.ndarray:
+    """The scales [n, num_scales] float32 of rows, in the order of their tiles."""
+    dtype = {"fp32": FLOAT32, "ue8m0": E8M0, "e4m3": E4M3}[layout.scale_kind]
+    scales = scale_bytes.view(dtype)[:, : layout.num_scales].astype(np.float32)
+    if layout.scales_in_fours:
+        scales = scales.reshape(len(scales), 4, layout.num_scales // 4).swapaxes(1, 2).reshape(scales.shape)
+    return scales

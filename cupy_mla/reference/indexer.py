@@ -32,7 +32,7 @@ def indexer_k_quant_and_cache(
 def key_regions(layout: Layout, kv_cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Views of a cache's key bytes [num_blocks, block_size, 128 or 64] and scale bytes [num_blocks, block_size, 4]."""
     keys, _, scale_bytes = _regions(layout, kv_cache)
-    return keys[..., : layout.row_stride], scale_bytes
+    return keys, scale_bytes
 
 
 def cp_gather_indexer_k_quant_cache(

@@ -22,12 +22,22 @@ def quantize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     amax = np.maximum(np.abs(groups).max(axis=-1, keepdims=True), LEAST_AMAX)
     mantissa, exponent = np.frexp(amax)  # amax / 6 = mantissa / 0.75 * 2 ** (exponent - 3)
     exponent = np.where(np.isinf(amax), 127, exponent - 3 + (mantissa > 0.75))
-    scaled = np.ldexp(np.abs(groups), -exponent)
-    codes = np.searchsorted(BETWEEN, scaled.reshape(-1)).reshape(groups.shape)  # ties to the lower code,
-    codes += (codes % 2 == 1) & (scaled == BETWEEN[np.minimum(codes, len(BETWEEN) - 1)])  # or to the even one
-    codes = np.where(np.isnan(amax), 0, codes + 8 * np.signbit(groups)).reshape(values.shape)
+    codes = np.where(np.isnan(amax), 0, codes_of(np.ldexp(groups, -exponent)))
     scales = np.where(np.isnan(amax), NAN_SCALE, exponent + 127)[..., 0]
-    return (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8), scales.astype(np.uint8)
+    return packed(codes.reshape(values.shape)), scales.astype(np.uint8)
+
+
+def codes_of(values: np.ndarray) -> np.ndarray:
+    """E2m1 codes of numbers, rounded to the nearest, ties to even codes, saturated at 6. Minus stays, of zeros too."""
+    magnitudes = np.abs(values)
+    codes = np.searchsorted(BETWEEN, magnitudes.reshape(-1)).reshape(values.shape)  # ties to the lower code,
+    codes += (codes % 2 == 1) & (magnitudes == BETWEEN[np.minimum(codes, len(BETWEEN) - 1)])  # or to the even one
+    return codes + 8 * np.signbit(values)
+
+
+def packed(codes: np.ndarray) -> np.ndarray:
+    """Bytes [..., n / 2] of codes [..., n]."""
+    return (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8)
 
 
 def unpacked(codes: np.ndarray) -> np.ndarray:

@@ -58,7 +58,7 @@ def cases(rng: np.random.Generator, wanted: Wanted = ALL) -> Iterator[Case]:
 
 def float64_error(rng: np.random.Generator) -> float:
     """‖out - ref‖ / ‖ref‖ of a decode in NumPy, ref being float64 over the rows that its cache holds."""
-    decode, layout = OPERATIONS["sparse_decode"], layouts.FP8_OF_V32[0]
+    decode, layout = OPERATIONS["sparse_decode"], layouts.QUANTIZED_OF_V32[0]
     call = next(decode.calls(rng, Wanted((layout,))))
     q, cache, indices, scale = (call.arguments[name] for name in ("q", "k_cache", "indices", "sm_scale"))
     out = decode.function(q, cache, indices, scale)[0].astype(np.float64)

@@ -39,7 +39,7 @@
 // bf16 rows are copied (cp.async) into the stage of a tile that all output warps are done with. FP8 rows are copied as
 // they lie in the cache into a ring that each output warp has for its own rows, some tiles ahead. From there the warp
 // widens them to bf16, once, after P.V of the tile two before has freed the stage. UE8M0 scales: scaled, which is exact.
-// PLAIN_FP8: not scaled, which is exact; the call's scale is a factor on logits and on results.
+// NVFP4: scaled, which is exact. PLAIN_FP8: not scaled, which is exact; the call's scale is a factor on logits and on results.
 // V32_FP8: not scaled, for a value times a float32 would be rounded. A score warp scales S where the columns of a scale
 // end: ((S_0 * c_0 / c_1) + S_1) * c_1. An output warp, whose columns have one scale, multiplies P by it; P is
 // float16 until then, so that it is rounded to bf16 once. That rounding is the same for all columns of a scale, and the
@@ -58,6 +58,9 @@
 // passed over, and marked ones behind it, the split begins anew: all warps leave it and take it again, and now the
 // first marked tiles are brought. What has come in vain stays in its stages, which count as used.
 //
+// EXTRA_ROWS: rows of the extra cache are of another layout, V41_FP4 or V41_FP4_SPLIT. A tile has rows of one cache: which
+// one is noted with their addresses, and copies and widening go by it.
+//
 // DENSE: rows come from a block table. A query is a request, and its heads are the request's lines: its query tokens times
 // their heads, which share its rows. All tiles are worked on; in those that not all tokens see in full, logits of lines
 // that do not see a row become -inf.
@@ -72,9 +75,12 @@
 #include "ptx/mma_sync.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
+#include "rows/fp4_row.cuh"
 #include "rows/items.cuh"
+#include "rows/nvfp4.cuh"
 #include "rows/place.cuh"
 #include "rows/quantize.cuh"
+#include "rows/scales.cuh"
 #include "tile/ring.cuh"
 #include "tile/softmax.cuh"
 #include "tile/staged_rows.cuh"
@@ -84,9 +90,9 @@ constexpr int SCORE_WARPS = 4, OUTPUT_WARPS = 8;
 constexpr int SCORE_THREADS = 32 * SCORE_WARPS, OUTPUT_THREADS = 32 * OUTPUT_WARPS;
 constexpr int THREADS = SCORE_THREADS + OUTPUT_THREADS;
 constexpr int GROUPS = HEADS >= 32 ? 2 : 1, SLICES = SCORE_WARPS / GROUPS;
-constexpr int M_TILES = HEADS / 16, GROUP_TILES = M_TILES / GROUPS;  // mma row tiles of the CTA, of a group
-constexpr int N_TILES = TILE_ROWS / 8, K_TILES = TILE_ROWS / 16;     // a tile's rows as columns of S, as k of P.V
-constexpr bool FP8 = Row::QUANTIZED, FOLDED = Row::FOLDED_SCALES > 0;
+constexpr int M_TILES = HEADS / 16, GROUP_TILES = M_TILES / GROUPS;    // mma row tiles of the CTA, of a group
+constexpr int N_TILES = TILE_ROWS / 8, K_TILES = TILE_ROWS / 16;       // a tile's rows as columns of S, as k of P.V
+constexpr bool FP8 = Row::QUANTIZED, FOLDED = Row::FOLDED_SCALES > 0;  // FP8: or e2m1
 constexpr int V_STEPS = D_V / 16 / SLICES;              // a score warp's slices of 16 columns among the first D_V
 constexpr int STEPS = D_QK / 16 / SLICES;               // all its slices
 constexpr int Q_IN_REGISTERS = STEPS - Q_IN_SHARED;     // slices of Q in registers
@@ -120,6 +126,17 @@ constexpr float LEAST_RATIO = 0x1p-64f;  // a scale of which the one before is m
 static_assert(COPIED_ROWS <= ROWS_AT_ONCE && (ALL_GET_ALL || (GROUP_TILES == 2 && SLICES == 2)), "");
 static_assert(!FOLDED || NUM_SCALES == 4, "one or two scales a score warp");
 
+#if EXTRA_ROWS
+using ExtraRow = Fp4Row<EXTRA_ROW_STRIDE, EXTRA_SCALE_OFFSET, EXTRA_SCALE_STRIDE>;
+static_assert(ExtraRow::STAGED_BYTES <= Row::STAGED_BYTES && D_NOPE == D_V && D_QK == D_V, "");
+// A row of either cache.
+struct NotedRow {
+    const uint8_t *data, *scale_bytes;
+};
+#else
+using NotedRow = Row;
+#endif
+
 enum NamedBarrier {
     P_EMPTY = 1,
     P_FULL = 3,
@@ -151,12 +168,15 @@ constexpr int LOOKS = 16, TILES_OF_LOOK = 32 / TILE_ROWS, LOOKED_TILES = LOOKS *
 template <int STAGES>
 struct SmallOf {
     uint64_t tile_full[STAGES];
-    Row rows[NOTED_TILES][TILE_ROWS];             // where the rows of coming tiles are in memory
+    NotedRow rows[NOTED_TILES][TILE_ROWS];        // where the rows of coming tiles are in memory
     float rescale[2][HEADS];                      // of O, before a tile
     float factor[HEADS];                          // of O, in the end
     alignas(4) uint8_t rescaled[2][SCORE_WARPS];  // a score warp's heads have factors other than 1; read as a word
     alignas(2) uint8_t valid[VALID_TILES][TILE_ROWS];  // a row's list entry names one; two are read at once
-    float4 sums[SUMS_IN_SHARED ? SCORE_THREADS : 1];   // sums and maxima of a score warp's threads
+#if EXTRA_ROWS
+    bool of_extra[OUTPUT_WARPS][VALID_TILES];  // a warp's rows of a tile are the extra cache's
+#endif
+    float4 sums[SUMS_IN_SHARED ? SCORE_THREADS : 1];  // sums and maxima of a score warp's threads
     alignas(16) int ends[SCORE_WARPS];  // tiles up to the last one that a score warp has marked; read all at once
     WorkItem work, next;                // of this split and of the next
     int brought, tiles;                 // of this split: the first of how many come; worked on
@@ -381,6 +401,21 @@ __device__ __forceinline__ int32_t load_entries(const AttentionParams& p, const 
 #endif
 }
 
+// The row that an entry of a tile names.
+__device__ __forceinline__ NotedRow find_noted(const AttentionParams& p, const WorkItem& w, int tile, int32_t entry) {
+#if EXTRA_ROWS
+    if (!is_valid(p, w, tile, entry)) return {nullptr, nullptr};
+    if (tile < w.main_tiles) {
+        const Row row = Row::of_slot(p.main, entry);
+        return {row.data, row.scales()};
+    }
+    const ExtraRow row = ExtraRow::of_slot(p.extra, entry);
+    return {row.data, row.scales()};
+#else
+    return find_row(p, w, tile, entry);
+#endif
+}
+
 // Look up where an output warp's rows of tiles `count` .. `count` + NOTED_TILES - 1 of the split are, and which are
 // valid. `entry`: what load_entries gave for them.
 __device__ __forceinline__ void note_rows(const AttentionParams& p, const WorkItem& w, int count, int32_t entry,
@@ -391,12 +426,16 @@ __device__ __forceinline__ void note_rows(const AttentionParams& p, const WorkIt
 #if DENSE
     const Row from = row_in_block<Row>(dense(p), entry, w.first_row + (w.begin + count + i) * TILE_ROWS + row);
 #else
-    const Row from = find_row(p, w, (holes ? sm.first_marked : w.begin) + count + i, entry);
+    const int tile = (holes ? sm.first_marked : w.begin) + count + i;
+    const NotedRow from = find_noted(p, w, tile, entry);
 #endif
     __syncwarp();
     if (i < NOTED_TILES) {
         sm.rows[i][row] = from;
         sm.valid[(count + i) % VALID_TILES][row] = from.data != nullptr;
+#if EXTRA_ROWS
+        if (r.lane % COPIED_ROWS == 0) sm.of_extra[r.warp][(count + i) % VALID_TILES] = tile >= w.main_tiles;
+#endif
     }
     __syncwarp();
 }
@@ -531,17 +570,36 @@ __device__ __forceinline__ int find_tiles(const AttentionParams& p, uint32_t val
     return anew ? -1 : uniform(tiles);
 }
 
+// Whether an output warp's rows of tile `count` of the split are the extra cache's, of its layout.
+__device__ __forceinline__ bool is_of_extra(int warp, int count) {
+#if EXTRA_ROWS
+    return small().of_extra[warp][count % VALID_TILES];
+#else
+    return false;
+#endif
+}
+
 // Start the copies of an output warp's rows of tile `count` of the split.
 __device__ __forceinline__ void copy_rows(const AttentionParams& p, int count, int stage) {
     const Role r = Role::here();
     const int row = r.lane / 8;
     if (COPIED_ROWS < ROWS_AT_ONCE && row >= COPIED_ROWS) return;
-    const Row from = small().rows[count % NOTED_TILES][r.warp * COPIED_ROWS + row];
+    const NotedRow from = small().rows[count % NOTED_TILES][r.warp * COPIED_ROWS + row];
+#if EXTRA_ROWS
+    const uint32_t to = raw_rows(r.warp, stage) + row * Row::STAGED_BYTES;
+    if (is_of_extra(r.warp, count)) {
+        copy_quantized<EXTRA_ROW_STRIDE, ExtraRow::SCALES_BEHIND>(to, from.data, from.scale_bytes, r.lane);
+    } else {
+        copy_quantized<ROW_STRIDE, Row::SCALES_BEHIND>(to, from.data, from.scale_bytes, r.lane);
+    }
+    return;
+#else
     if constexpr (FP8) {
         copy_to_stage(from, raw_rows(r.warp, stage), row, r.lane, true);
     } else {
         copy_to_stage(from, stage_address(stage), r.warp * COPIED_ROWS + row, r.lane, p.flags & ALIGNED_ROWS);
     }
+#endif
 }
 
 // bf16: copy the rows of a tile, which its stage then waits for.
@@ -554,6 +612,69 @@ __device__ __forceinline__ void copy_tile(const AttentionParams& p, int count, i
         mbarrier_arrive(full);
     }
 }
+
+// e2m1: widen an output warp's rows of a tile, which have been copied. NOPE values of a row are e2m1; scales begin at byte
+// SCALES_AT of the copy.
+template <int NOPE, int SCALES_AT>
+__device__ __forceinline__ void widen_fp4_rows(uint32_t from, int stage) {
+    const Role r = Role::here();
+    const int first = r.warp * COPIED_ROWS;
+    // A lane widens chunks `lane` and 32 + lane of each row. V4_NVFP4: the last ones are bf16 columns.
+    constexpr int CHUNKS = NOPE / 8, TILE_CHUNKS = 2, PARTS_OF_ROW = D_V / 256, AT_ONCE = NOPE < D_V ? 1 : 2;
+#pragma unroll
+    for (int begin = 0; begin < COPIED_ROWS; begin += AT_ONCE) {
+        Vec16 values[AT_ONCE][PARTS_OF_ROW];
+        uint32_t scales[AT_ONCE][PARTS_OF_ROW];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const uint32_t line = from + (begin + i) * Row::STAGED_BYTES;
+#pragma unroll
+            for (int part = 0; part < PARTS_OF_ROW; ++part) {
+                const int chunk = 32 * part + r.lane;
+                if (chunk < CHUNKS) {
+                    values[i][part].x = load_shared_4(line + 4 * chunk);
+                    scales[i][part] = load_shared_byte(line + SCALES_AT + place_of_scale(chunk / TILE_CHUNKS));
+                } else {
+                    values[i][part] = load_shared_16(line + int(ROPE_OFFSET) + 16 * (chunk - CHUNKS));
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll
+            for (int part = 0; part < PARTS_OF_ROW; ++part) {
+                const int chunk = 32 * part + r.lane;
+                if (chunk < CHUNKS)
+                    values[i][part] = dequantize_nvfp4_8(values[i][part].x, e4m3_to_float(scales[i][part]));
+                store_shared_16(chunk_address(stage_address(stage), first + begin + i, chunk), values[i][part]);
+            }
+        }
+    }
+}
+
+// Say that an output warp's rows of a stage are there.
+__device__ __forceinline__ void announce_rows(int stage) {
+    __syncwarp();
+    mbarrier_arrive_for_warp(shared_address(&small().tile_full[stage]), Role::here().lane);
+}
+
+#if CODE_BITS == 4
+
+// Widen an output warp's rows of a tile, and say that they are there.
+__device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
+    static_assert(D_QK == D_V ? D_NOPE + D_ROPE == D_V : D_NOPE == D_V && ROPE_CODED && D_QK - D_V == 64, "");
+    const Role r = Role::here();
+    const uint32_t from = raw_rows(r.warp, raw_stage);
+    widen_fp4_rows<D_NOPE, STAGED_SCALES>(from, stage);
+    if (D_QK > D_V && r.lane / 8 < COPIED_ROWS) {  // e4m3, a chunk a lane
+        const uint32_t codes = from + r.lane / 8 * Row::STAGED_BYTES + int(ROPE_OFFSET) + r.lane % 8 * 8;
+        store_shared_16(chunk_address(stage_address(stage), r.warp * COPIED_ROWS + r.lane / 8, D_V / 8 + r.lane % 8),
+                        dequantize_8(load_shared_8(codes), 1.0f));
+    }
+    announce_rows(stage);
+}
+
+#else
 
 // FP8: widen an output warp's rows of a tile, which have been copied, and say that they are there.
 __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
@@ -625,6 +746,8 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
     __syncwarp();
     mbarrier_arrive_for_warp(shared_address(&sm.tile_full[stage]), r.lane);
 }
+
+#endif
 
 // --- Q --------------------------------------------------------------------------------------------------------
 
@@ -1355,7 +1478,18 @@ __device__ __forceinline__ void bring_tile(const AttentionParams& p, int count, 
     const int raw_stage = count % RAW_STAGES;
     cp_async_wait<RAW_STAGES - 1>();
     __syncwarp();
+#if EXTRA_ROWS
+    const int warp = Role::here().warp;
+    if (is_of_extra(warp, count)) {
+        constexpr int SCALES_AT = EXTRA_SCALE_OFFSET < 0 ? EXTRA_ROW_STRIDE : EXTRA_SCALE_OFFSET;
+        widen_fp4_rows<D_V, SCALES_AT>(raw_rows(warp, raw_stage), stage);
+        announce_rows(stage);
+    } else {
+        widen_own_rows(raw_stage, stage);
+    }
+#else
     widen_own_rows(raw_stage, stage);
+#endif
     if (count + RAW_STAGES < tiles) copy_rows(p, count + RAW_STAGES, raw_stage);
     cp_async_commit();
 }

@@ -3,8 +3,8 @@
 //   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
 //   one warp     4 tokens at a time
 //     find       lane l looks up token l % 4: request (bisection), block table, where from and where to
-//     load       V: 2 x 8 bytes of e4m3 of each row a lane, consecutive lanes consecutive bytes, and their scales
-//                the 64 values behind V, if there are: 8 of one of the 4 rows a lane, bf16, or e4m3 (PLAIN_FP8).
+//     load       V: 2 x 8 bytes of e4m3 (4 of e2m1) of each row a lane, consecutive lanes consecutive bytes, and their
+//                scales. The 64 values behind V, if there are: 8 of one of the 4 rows a lane, bf16, or e4m3.
 //                V32_FP8: 17 loads are under way in every lane
 //     store      8 e4m3 become 16 bytes of bf16. A lane loads 8 bytes at a time, not 16, so that the 16-byte stores of
 //                neighbouring lanes stand side by side
@@ -12,7 +12,7 @@
 // A token whose block does not exist becomes a row of zeros. Nothing is written beyond dst.
 // Shared memory: 8 bytes a thread. A CTA of 256 threads keeps 8 x 4 x 656 bytes under way.
 #include "rows/block_table.cuh"
-#include "rows/quantize.cuh"
+#include "rows/codes.cuh"
 #include "rows/reader.cuh"
 #include "rows/scales.cuh"
 #include "tile/request_tokens.cuh"
@@ -34,12 +34,13 @@ struct GatherParams {
 };
 
 constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
-constexpr int TURNS = D_V / (32 * CHUNK);                   // loads of a row a lane makes
-constexpr int END_CHUNKS = (D_QK - D_V) / CHUNK;            // behind V
-constexpr bool END_CODED = END_CHUNKS > 0 && D_NOPE > D_V;  // they are e4m3
+constexpr int TURNS = D_V / (32 * CHUNK);                // loads of a row a lane makes
+constexpr int END_CHUNKS = (D_QK - D_V) / CHUNK;         // behind V
+constexpr bool END_QUANTIZED = D_NOPE > D_V;             // they are under the scale of all
+constexpr bool END_CODED = END_QUANTIZED || ROPE_CODED;  // they are e4m3
 static_assert(D_V % (32 * CHUNK) == 0 && (END_CHUNKS == 0 || END_CHUNKS * ROWS == 32),
               "every lane has as many values");
-static_assert(D_NOPE == (END_CODED ? D_QK : D_V), "all of V is e4m3");
+static_assert(D_NOPE == (END_QUANTIZED ? D_QK : D_V), "all of V is quantized");
 
 __shared__ RequestTokens<THREADS> tokens;
 
@@ -69,7 +70,7 @@ __device__ __forceinline__ Copy find_copy(const GatherParams& p, int first_reque
 
 __device__ __forceinline__ void copy_rows(const GatherParams& p, const Copy& mine) {
     const int lane = threadIdx.x % 32;
-    Vec8 nope[ROWS][TURNS];
+    Codes nope[ROWS][TURNS];
     float scale[ROWS][TURNS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -78,10 +79,10 @@ __device__ __forceinline__ void copy_rows(const GatherParams& p, const Copy& min
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
             const int value = (i * 32 + lane) * CHUNK;
-            nope[r][i] = {0, 0};
+            nope[r][i] = {};
             scale[r][i] = 0.0f;
             if (from == nullptr) continue;
-            nope[r][i] = *reinterpret_cast<const Vec8*>(from + value);
+            nope[r][i] = load_codes(from, value);
             scale[r][i] = scale_of_value(p.k_scale, scales, value);
         }
     }
@@ -90,8 +91,9 @@ __device__ __forceinline__ void copy_rows(const GatherParams& p, const Copy& min
     bf16* end_to = shuffle_pointer(mine.to, end_row);
     Vec16 end = {0, 0, 0, 0};
     if (END_CODED && end_from != nullptr) {
-        const Vec8 codes = *reinterpret_cast<const Vec8*>(end_from + D_V + end_chunk * CHUNK);
-        end = dequantize_8(codes, scale_of_value(p.k_scale, nullptr, D_V));
+        const uint8_t* codes = end_from + (END_QUANTIZED ? D_V : ROPE_OFFSET) + end_chunk * CHUNK;
+        end = dequantize_8(*reinterpret_cast<const Vec8*>(codes),
+                           END_QUANTIZED ? scale_of_value(p.k_scale, nullptr, D_V) : 1.0f);
     } else if (END_CHUNKS > 0 && end_from != nullptr) {
         end = *reinterpret_cast<const Vec16*>(end_from + ROPE_OFFSET + 16 * end_chunk);
     }
@@ -102,7 +104,7 @@ __device__ __forceinline__ void copy_rows(const GatherParams& p, const Copy& min
         if (to == nullptr) continue;
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
-            const Vec16 values = dequantize_8(codes_under(nope[r][i], scale[r][i]), scale[r][i]);
+            const Vec16 values = dequantize_codes(nope[r][i], scale[r][i]);
             store_chunk(to + (i * 32 + lane) * CHUNK, values, p.aligned);
         }
     }

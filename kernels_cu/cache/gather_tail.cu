@@ -3,15 +3,16 @@
 //   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
 //   one warp     4 tokens at a time
 //     find       lane l looks up token l % 4: request (bisection), block table, where from and where to
-//     load       a row is 64 chunks of 8 values, two a lane: chunk `lane`, always e4m3, and chunk 32 + lane, where in
-//                V4_FP8 the last 8 lanes have the 64 RoPE values. V4_FP8: every lane loads the row's 8 bytes of scales,
+//     load       a row is 64 chunks of 8 values, two a lane: chunk `lane`, always quantized, and chunk 32 + lane, where in
+//                V4_FP8 and V4_NVFP4 the last 8 lanes have the 64 RoPE values. V4_FP8: every lane loads the row's 8 bytes of scales,
 //                and 12 loads are under way. Others: a scale for each chunk, 16 loads
 //     store      16 bytes of bf16 a chunk, side by side with the neighbours' chunks
 //
 // A token whose block does not exist becomes a row of zeros. Nothing is written beyond a request's rows in dst.
 // Shared memory: 8 bytes a thread. A CTA of 256 threads keeps 8 x 4 x 584 bytes (V4_FP8) under way.
 #include "rows/block_table.cuh"
-#include "rows/quantize.cuh"
+#include "rows/codes.cuh"
+#include "rows/nvfp4.cuh"
 #include "rows/reader.cuh"
 #include "tile/request_tokens.cuh"
 #include "tile/warp.cuh"
@@ -36,7 +37,8 @@ constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr int NOPE_CHUNKS = D_NOPE / CHUNK, TILE_CHUNKS = SCALE_TILE / CHUNK;
 // A lane reads all scales of a row at once: those of the first half in one word, the others in the second.
 constexpr bool ALL_SCALES = SCALES_APART && SCALE_STRIDE == 8 && TILE_CHUNKS * 4 == 32;
-static_assert(SCALE_E8M0 && D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32, "two chunks a lane, the first all NoPE");
+static_assert((SCALE_E8M0 || SCALE_E4M3) && !SCALES_IN_FOURS && D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32,
+              "two chunks a lane, the first all NoPE");
 
 __shared__ RequestTokens<THREADS> tokens;
 
@@ -63,23 +65,25 @@ __device__ __forceinline__ Copy find_copy(const GatherTailParams& p, int first_r
 }
 
 // Exact in bfloat16 unless a value over- or underflows there.
-__device__ __forceinline__ Vec16 dequantize_chunk(const Vec8& codes, uint32_t exponent) {
-    return dequantize_8(codes, ue8m0_to_float(exponent & 0xffu));
+__device__ __forceinline__ Vec16 dequantize_chunk(const Codes& codes, uint32_t scale) {
+    return dequantize_codes(codes, SCALE_E4M3 ? e4m3_to_float(scale) : ue8m0_to_float(scale & 0xffu));
 }
 
 __device__ __forceinline__ void copy_rows(const GatherTailParams& p, const Copy& mine) {
     const int lane = threadIdx.x % 32;
     const bool rope = 32 + lane >= NOPE_CHUNKS;
-    Vec8 first[ROWS], scales[ROWS];
+    Codes first[ROWS];
+    Vec8 scales[ROWS];
     Vec16 second[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const uint8_t* data = shuffle_pointer(mine.from.data, r);
         const uint8_t* from = shuffle_pointer(mine.from.scales(), r);
-        first[r] = scales[r] = {0, 0};
+        first[r] = {};
+        scales[r] = {0, 0};
         second[r] = {0, 0, 0, 0};
         if (data == nullptr) continue;
-        first[r] = *reinterpret_cast<const Vec8*>(data + lane * CHUNK);
+        first[r] = load_codes(data, lane * CHUNK);
         if constexpr (ALL_SCALES) {
             scales[r] = *reinterpret_cast<const Vec8*>(from);
         } else {
@@ -88,8 +92,7 @@ __device__ __forceinline__ void copy_rows(const GatherTailParams& p, const Copy&
         if (rope) {
             second[r] = *reinterpret_cast<const Vec16*>(data + ROPE_OFFSET + (32 + lane - NOPE_CHUNKS) * 16);
         } else {
-            const Vec8 codes = *reinterpret_cast<const Vec8*>(data + (32 + lane) * CHUNK);
-            second[r].x = codes.x, second[r].y = codes.y;
+            keep_codes(second[r], load_codes(data, (32 + lane) * CHUNK));
         }
     }
 #pragma unroll
@@ -98,7 +101,7 @@ __device__ __forceinline__ void copy_rows(const GatherTailParams& p, const Copy&
         if (to == nullptr) continue;
         const int shift = ALL_SCALES ? 8 * (lane / TILE_CHUNKS) : 0;
         store_chunk(to + lane * CHUNK, dequantize_chunk(first[r], scales[r].x >> shift), p.aligned);
-        const Vec16 end = rope ? second[r] : dequantize_chunk({second[r].x, second[r].y}, scales[r].y >> shift);
+        const Vec16 end = rope ? second[r] : dequantize_chunk(kept_codes(second[r]), scales[r].y >> shift);
         store_chunk(to + (32 + lane) * CHUNK, end, p.aligned);
     }
 }

@@ -5,11 +5,11 @@
 //                of the 4 tokens (rows of 576: from k_pe) are 32 chunks, one a lane. All loads are under way at
 //                once
 //     find       lane l finds where token l % 4 goes: one division of a slot for 4 tokens
-//     quantize   a scale tile is 16 lanes (V32_FP8, 128 values) 8 lanes (V4_FP8, 64 values) or 4 (V41_FP8, 32 values) of either half of the
-//                row. The largest magnitudes of two scale tiles, one of each half, are found by shuffles in one
-//                register. PLAIN_FP8: the call's scale for all, the RoPE values too
-//     store      8 bytes of e4m3 or 16 of bf16 a chunk, side by side with the neighbours' chunks
-//                V4_FP8: the last 8 chunks are RoPE and stay bf16
+//     quantize   a scale tile is 16 lanes (V32_FP8, 128 values), 8 (V4_FP8, 64 values), 4 (V41_FP8, 32 values) or 2 (NVFP4)
+//                of either half of the row. The largest magnitudes of two scale tiles, one of each half, are found by
+//                shuffles in one register (NVFP4: one each). PLAIN_FP8: the call's scale for all, the RoPE values too
+//     store      8 bytes of e4m3, 4 of e2m1 or 16 of bf16 a chunk, side by side with the neighbours' chunks
+//                V4_FP8, V4_NVFP4: the last 8 chunks are RoPE and stay bf16
 //
 // ALIGNED: all arrays allow 16-byte accesses. It is known at compile time: where a load may be one wide load or eight
 // narrow ones, the compiler waits for it before it starts the next one, and the eight take registers. No shared memory.
@@ -33,14 +33,15 @@ struct PackParams {
     int64_t num_slots;
     int32_t block_size;
     int32_t num_tokens;
-    int32_t power_of_two;  // V32_FP8: round scales up to powers of two
-    float least_scale;     // UE8M0 scales: the least one, a power of two
-    CallScale k_scale;     // PLAIN_FP8: the scale of all rows
+    int32_t round_up;   // scales: V32_FP8: to powers of two; NVFP4: to e4m3, else to the nearest
+    float least_scale;  // UE8M0 scales: the least one, a power of two
+    CallScale k_scale;  // PLAIN_FP8: the scale of all rows
 };
 
 constexpr int ROWS = 4, WARPS = TOKENS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
-constexpr bool ROPE_APART = D_QK > D_V, ROPE_CODED = D_NOPE > D_V;
-constexpr int ROPE_CHUNKS = 32 / ROWS;  // a chunk a lane, of a warp's tokens
+constexpr bool ROPE_APART = D_QK > D_V, ROPE_QUANTIZED = D_NOPE > D_V;
+constexpr int ROPE_CODES = ROPE_QUANTIZED ? D_V : ROPE_OFFSET;  // where they are, if they are e4m3
+constexpr int ROPE_CHUNKS = 32 / ROWS;                          // a chunk a lane, of a warp's tokens
 static_assert(!ROPE_APART || D_QK - D_V == ROPE_CHUNKS * CHUNK, "");
 
 #if !QUANTIZED_ROWS
@@ -62,6 +63,27 @@ __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<
     *reinterpret_cast<Vec8*>(row + 32 * CHUNK) = quantize_8<true>(second, scale);
 }
 
+#elif SCALE_E4M3
+
+__device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<int64_t>& to, const Vec16& first,
+                                            const Vec16& second) {
+    constexpr int TILE_LANES = SCALE_TILE / CHUNK;
+    const int lane = threadIdx.x % 32, rope_chunk = 32 + lane - D_NOPE / CHUNK;  // V32_NVFP4: never reaches 0
+    const uint32_t scale = nvfp4_scale(amax_or_nan<TILE_LANES>(first), p.round_up),
+                   second_scale = nvfp4_scale(amax_or_nan<TILE_LANES>(second), p.round_up);
+    uint8_t *row = p.cache + to.data, *scales = p.cache + to.scales;
+    *reinterpret_cast<uint32_t*>(row + lane * CHUNK / 2) = quantize_nvfp4_8(first, scale);
+    if (rope_chunk < 0) {
+        *reinterpret_cast<uint32_t*>(row + (32 + lane) * CHUNK / 2) = quantize_nvfp4_8(second, second_scale);
+    } else {
+        *reinterpret_cast<Vec16*>(row + ROPE_OFFSET + rope_chunk * 16) = second;
+    }
+    if (lane % TILE_LANES == 0) {
+        store_e4m3_scale(scales, lane / TILE_LANES, scale);
+        store_e4m3_scale(scales, (32 + lane) / TILE_LANES, second_scale);
+    }
+}
+
 #else
 
 __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<int64_t>& to, const Vec16& first,
@@ -69,8 +91,8 @@ __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<
     constexpr int TILE_LANES = SCALE_TILE / CHUNK;
     const int lane = threadIdx.x % 32, rope_chunk = 32 + lane - D_NOPE / CHUNK;  // V32_FP8: never reaches 0
     const uint32_t amax = tile_amax<TILE_LANES>(first, second);
-    const float scale = scale_of_values(bf16_low(amax), p.power_of_two, p.least_scale),
-                second_scale = scale_of_values(bf16_high(amax), p.power_of_two, p.least_scale);
+    const float scale = scale_of_values(bf16_low(amax), p.round_up, p.least_scale),
+                second_scale = scale_of_values(bf16_high(amax), p.round_up, p.least_scale);
     uint8_t *row = p.cache + to.data, *scales = p.cache + to.scales;
     *reinterpret_cast<Vec8*>(row + lane * CHUNK) = quantize_8(first, scale);
     if (rope_chunk < 0) {
@@ -103,9 +125,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1) pack(cons
 
     const RowPlace<int64_t> mine = place_of_slot(slot, p.num_slots, p.block_size, p.block_stride, p.row_stride);
     const int64_t rope_to = __shfl_sync(~0u, mine.data, rope_row);
-    if (ROPE_CODED && rope_to >= 0) {
-        *reinterpret_cast<Vec8*>(p.cache + rope_to + D_V + rope_chunk * CHUNK) =
-            quantize_8<true>(rope, load_call_scale(p.k_scale));
+    if ((ROPE_QUANTIZED || ROPE_CODED) && rope_to >= 0) {
+        *reinterpret_cast<Vec8*>(p.cache + rope_to + ROPE_CODES + rope_chunk * CHUNK) =
+            quantize_8<true>(rope, ROPE_QUANTIZED ? load_call_scale(p.k_scale) : 1.0f);
     } else if (ROPE_APART && rope_to >= 0) {
         store_chunk(reinterpret_cast<bf16*>(p.cache + rope_to + ROPE_OFFSET) + rope_chunk * CHUNK, rope, ALIGNED);
     }

@@ -3,11 +3,11 @@
 //   one warp     a row: one division of its slot; lane l takes the values l, l + 32, ...; the loads of a row are under
 //                way together, and those of neighbouring lanes stand side by side, as do their stores
 //
-// A value is a byte or two bytes, so rows may start anywhere. Slots that are negative or beyond the cache become rows of
+// A value is two bytes, one, or half a one, so rows may start anywhere. Slots that are negative or beyond the cache become rows of
 // zeros. No shared memory.
 #include "rows/call_scale.cuh"
+#include "rows/e2m1.cuh"
 #include "rows/integers.cuh"
-#include "rows/mxfp4.cuh"
 #include "rows/place.cuh"
 #include "rows/scales.cuh"
 
@@ -38,16 +38,14 @@ __device__ __forceinline__ float value_at(const UnpackParams&, const uint8_t* da
 
 __device__ __forceinline__ float value_at(const UnpackParams& p, const uint8_t* data, const uint8_t* scales,
                                           int value) {
-    if (value >= D_NOPE) return bf16_to_float(reinterpret_cast<const bf16*>(data + ROPE_OFFSET)[value - D_NOPE]);
-#if MXFP4
-    const uint32_t code = data[value / 2] >> value % 2 * 4;
-    return multiply_exactly(e2m1_to_float(code), load_scale(scales, value / SCALE_TILE));
-#else
-    float v[4];
-    e4m3x4_to_float(data[value], v);
+    if (value >= D_NOPE) {
+        const uint8_t* rope = data + ROPE_OFFSET;
+        if (ROPE_CODED) return e4m3_to_float(rope[value - D_NOPE]);
+        return bf16_to_float(reinterpret_cast<const bf16*>(rope)[value - D_NOPE]);
+    }
+    const float code = CODE_BITS == 4 ? e2m1_to_float(data[value / 2] >> value % 2 * 4) : e4m3_to_float(data[value]);
     const float scale = scale_of_value(p.k_scale, scales, value);
-    return is_zero(scale) ? 0.0f : multiply_exactly(v[0], scale);  // whatever is stored under a scale of 0
-#endif
+    return is_zero(scale) ? 0.0f : multiply_exactly(code, scale);  // whatever is stored under a scale of 0
 }
 
 #endif

@@ -7,23 +7,12 @@
 // 2^-below of the largest. That is exact up to below = 14. Further down e4m3 has no bits: values are rounded to multiples
 // of 2^-15 times the largest scale. A factor below the least normal float32 counts as zero.
 #pragma once
-#include "ptx/convert.cuh"
-#include "rows/chunk.cuh"
+#include "rows/e2m1.cuh"
 
 constexpr int MXFP4_GROUP = 32;
 constexpr uint32_t UE8M0_NAN = 255;
 
 // --- from bf16 ------------------------------------------------------------------------------------------------
-
-// The largest magnitude of the eight bf16 of LANES neighbouring lanes, as a bf16; NaN if any is.
-template <int LANES>
-__device__ __forceinline__ uint32_t amax_or_nan(const Vec16& v) {
-    uint32_t amax = max_or_nan_bf16x2(max_or_nan_bf16x2(abs_bf16x2(v.x), abs_bf16x2(v.y)),
-                                      max_or_nan_bf16x2(abs_bf16x2(v.z), abs_bf16x2(v.w)));
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2) amax = max_or_nan_bf16x2(amax, __shfl_xor_sync(~0u, amax, step));
-    return larger_half(amax);
-}
 
 // The scale of values of which the largest magnitude is the bf16 `amax`: 2^ceil(log2(amax / 6)), with 6 * 2^-126 the least
 // amax, and 2^127 for infinity.
@@ -62,13 +51,6 @@ __device__ __forceinline__ uint32_t join_scales(uint32_t scale, int lane) {
     uint32_t scales = scale << lane / 4 * 8;
     scales |= __shfl_xor_sync(~0u, scales, 4);
     return scales | __shfl_xor_sync(~0u, scales, 8);
-}
-
-// The number of a code, of which the lowest four bits count.
-__device__ __forceinline__ float e2m1_to_float(uint32_t code) {
-    const uint32_t exponent = code >> 1 & 3, fraction = code & 1;
-    const float magnitude = exponent == 0 ? 0.5f * fraction : __uint_as_float(exponent + 126 << 23 | fraction << 22);
-    return code & 8 ? -magnitude : magnitude;
 }
 
 // --- to e4m3 --------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 // The scales of a quantized row: what they are, and how they stand in the cache. Constants of the layout:
 // cupy_mla/layouts.py. SCALE_OF_CALL: none are, for a call brings one for all rows. SCALE_E8M0: powers of two, a byte
-// each, padding behind them. Else float32.
+// each, padding behind them. SCALE_E4M3: of NVFP4, the same. Else float32.
 #pragma once
 #include "ptx/convert.cuh"
 #include "rows/call_scale.cuh"
+#include "rows/nvfp4.cuh"
 #include "rows/quantize.cuh"
 
 constexpr float FLOAT_MIN = 1.17549435e-38f;  // the least normal float32
@@ -25,7 +26,18 @@ __device__ __forceinline__ void store_scale(uint8_t* scales, int tile, float sca
     }
 }
 
+// Where scale number `tile` of a row stands among its scales, if they are bytes.
+__device__ __forceinline__ int place_of_scale(int tile) {
+    return SCALES_IN_FOURS ? tile % 4 * (NUM_SCALES / 4) + tile / 4 : tile;
+}
+
+// The same of an e4m3 scale.
+__device__ __forceinline__ void store_e4m3_scale(uint8_t* scales, int tile, uint32_t scale) {
+    scales[place_of_scale(tile)] = tile < NUM_SCALES ? scale : 0;
+}
+
 __device__ __forceinline__ float load_scale(const uint8_t* scales, int tile) {
+    if constexpr (SCALE_E4M3) return e4m3_to_float(scales[place_of_scale(tile)]);
     return SCALE_E8M0 ? ue8m0_to_float(scales[tile]) : *reinterpret_cast<const float*>(scales + 4 * tile);
 }
 

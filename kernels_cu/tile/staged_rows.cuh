@@ -6,19 +6,24 @@
 #include "tile/copy_row.cuh"
 #include "tile/row_tile.cuh"
 
-static_assert(Row::SCALES_BEHIND == 0 || Row::SCALES_BEHIND == 8 || Row::SCALES_BEHIND == 16, "one copy, or none");
+static_assert(Row::SCALES_BEHIND <= 8 || Row::SCALES_BEHIND % 16 == 0, "whole copies");
+
+// Start the copy of a quantized row of STRIDE bytes, with its scales behind it if they stand apart, SCALES bytes. Eight
+// lanes copy a row. Null: zeros.
+template <int STRIDE, int SCALES>
+__device__ __forceinline__ void copy_quantized(uint32_t to, const uint8_t* data, const uint8_t* scales, int lane) {
+    copy_row<STRIDE / 16>(to + lane % 8 * 16, data, lane);
+    if (lane % 8 == 0 && SCALES == 8) cp_async_8(to + STRIDE, scales, scales != nullptr);
+    if (lane % 8 == 0 && SCALES == 16) cp_async_16(to + STRIDE, scales, scales != nullptr);
+    if (SCALES > 16) copy_row<SCALES / 16>(to + STRIDE + lane % 8 * 16, scales, lane);
+}
 
 // Start the copy of a row to row `row` of the tile (bf16) or of the staging area (FP8). Eight lanes copy a row.
 // `aligned`: every bf16 row starts at a multiple of 16 bytes; other rows are copied value by value.
 __device__ __forceinline__ void copy_to_stage(const Row& from, uint32_t stage, int row, int lane, bool aligned) {
     if constexpr (Row::QUANTIZED) {
         const uint32_t to = stage + row * Row::STAGED_BYTES;
-        copy_row<ROW_STRIDE / 16>(to + lane % 8 * 16, from.data, lane);
-        if constexpr (Row::SCALES_BEHIND > 0) {
-            const uint8_t* scales = from.scales();
-            if (lane % 8 == 0 && Row::SCALES_BEHIND == 8) cp_async_8(to + ROW_STRIDE, scales, scales != nullptr);
-            if (lane % 8 == 0 && Row::SCALES_BEHIND == 16) cp_async_16(to + ROW_STRIDE, scales, scales != nullptr);
-        }
+        copy_quantized<ROW_STRIDE, Row::SCALES_BEHIND>(to, from.data, from.scales(), lane);
         return;
     }
     const uint32_t to = chunk_address(stage, row, lane % 8);

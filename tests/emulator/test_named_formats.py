@@ -1,11 +1,11 @@
-"""The kernels over layouts that a call names, and scales of 0, beside the oracle."""
+"""The kernels over the layouts of 2026, and scales of 0, beside the oracle."""
 
 from __future__ import annotations
 
 import pytest
 
 from ..ops import test_named_formats as of_operation
-from ..ops.test_named_formats import every_format, every_scale_format, scales_of_0
+from ..ops.test_named_formats import every_attention, every_fp4_writer, every_pair, every_scale_format, scales_of_0
 from .emulator import needs_compiler
 
 pytestmark = needs_compiler
@@ -22,11 +22,26 @@ def test_caches(kind, emulated, rng, fmt, scale_format):
 
 
 @pytest.mark.long(sample=2)
-@every_format
-@pytest.mark.parametrize(("h_q", "num_splits"), [(7, None), (64, 3)])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # signalling NaN
+@every_fp4_writer
+def test_every_bf16_value(kind, emulated, rng, fmt, scale_format):
+    of_operation.test_every_bf16_value(kind, rng, fmt, scale_format)
+    of_operation.test_any_bytes_are_unpacked(kind, rng, fmt)
+    assert {"pack", "unpack"} <= set(emulated.launched)
+
+
+@pytest.mark.long(sample=2)
+@every_attention
 def test_attention(kind, emulated, rng, fmt, h_q, num_splits):
     of_operation.test_sparse_decode(kind, rng, fmt, h_q, num_splits)
     of_operation.test_dense_decode(kind, rng, fmt, h_q)
+    assert "portable" in emulated.launched
+
+
+@pytest.mark.long(sample=1)
+@every_pair
+def test_extra_cache_of_another_layout(kind, emulated, rng, fmt, extra_fmt, h_q, num_splits):
+    of_operation.test_extra_cache_of_another_layout(kind, rng, fmt, extra_fmt, h_q, num_splits)
     assert "portable" in emulated.launched
 
 

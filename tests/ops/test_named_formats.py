@@ -1,4 +1,4 @@
-"""Layouts that a call must name, for rows of their size may be another's, and scales of 0, against the oracle."""
+"""Layouts of 2026, some of which a call must name, for rows of their size may be another's; scales of 0; an oracle."""
 
 from __future__ import annotations
 
@@ -14,34 +14,45 @@ from ..cases import check_result, latent, off_zero, paged, poisoned_outputs, que
 from ..dense import assert_dense, dense_oracle, in_cache
 from ..dense import off_zero as off_zero_dense
 from ..kinds import BF16, NumPy, poisoned
-from ..vectors import LATENT, told
+from ..vectors import LATENT, ROPE, told
 
-FORMATS = (oracle.V32_NOPE, oracle.V41, oracle.V41_SPLIT)
-OF_V4 = (oracle.V41, oracle.V41_SPLIT)
+FORMATS = (oracle.V32_NOPE, oracle.V41, oracle.V41_SPLIT, oracle.V32_NVFP4, oracle.V4_NVFP4)
+CACHES = (*FORMATS, *oracle.V41_FP4S)
+OF_V4 = (oracle.V41, oracle.V41_SPLIT, oracle.V4_NVFP4, *oracle.V41_FP4S)
 FLOORS = {"fp32": 2.0**-22, "quotient": 2.0**-13}  # of UE8M0 scales
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+every_cache = pytest.mark.parametrize("fmt", CACHES, ids=lambda fmt: fmt.name)
 FLOAT32 = np.dtype(np.float32)
+
+
+def shown(value: Any) -> str:
+    """In a test's name."""
+    return getattr(value, "name", value)
 
 
 def scale_formats() -> list[tuple[oracle.Format, str]]:
     """What there is to choose for each format's scales."""
-    return [(fmt, scales) for fmt in FORMATS for scales in ("fp32", "quotient" if fmt in OF_V4 else "ue8m0")]
+    other = {
+        oracle.V32_NOPE: ("fp32", "ue8m0"),
+        oracle.V32_NVFP4: ("up", "nearest"),
+    }
+    other |= dict.fromkeys((oracle.V4_NVFP4, *oracle.V41_FP4S), ("nearest",))
+    return [(fmt, scales) for fmt in CACHES for scales in other.get(fmt, ("fp32", "quotient"))]
 
 
-every_scale_format = pytest.mark.parametrize(("fmt", "scale_format"), scale_formats(), ids=str)
+every_scale_format = pytest.mark.parametrize(("fmt", "scale_format"), scale_formats(), ids=shown)
 
 
 def pack(kind: NumPy, fmt: oracle.Format, rows: np.ndarray, cache: Any, slots: np.ndarray, scale_format: str) -> None:
     """Whole rows, or those of a model without RoPE."""
     if fmt in OF_V4:
-        cupy_mla.quantize_and_insert_k_cache(
-            kind.put(rows), cache, kind.put(slots), layout=fmt.name, scale_floor=FLOORS[scale_format]
-        )
+        floor = {"scale_floor": FLOORS[scale_format]} if scale_format in FLOORS else {}
+        cupy_mla.quantize_and_insert_k_cache(kind.put(rows), cache, kind.put(slots), layout=fmt.name, **floor)
         return
-    no_rope = np.zeros((len(rows), 0), BF16)
-    cupy_mla.concat_and_cache_mla(
-        kind.put(rows), kind.put(no_rope), cache, kind.put(slots), layout=fmt.name, scale_format=scale_format
-    )
+    option = "scale_rounding" if fmt in oracle.FP4 else "scale_format"
+    latent, rope = kind.put(rows[:, :512].copy()), kind.put(rows[:, 512:].copy())
+    more = {"layout": fmt.name, option: scale_format}
+    cupy_mla.concat_and_cache_mla(latent, rope, cache, kind.put(slots), **more)
 
 
 # --- packing, unpacking, gathering ---------------------------------------------------------------------------
@@ -78,15 +89,60 @@ def test_rows_are_packed(kind, rng, fmt, scale_format):
      (oracle.V41_SPLIT, "A", "fp32", ("fad879f6687bf271", "660ab09fb826c4d3")),
      (oracle.V41_SPLIT, "B", "quotient", ("7000000000fe0000", "31d4f767039eb6d9")),
      (oracle.V41, "A", "quotient", ("fad879f6687bf271", "660ab09fb826c4d3")),
-     (oracle.V41, "B", "quotient", ("7000000000fe0000", "31d4f767039eb6d9"))],
+     (oracle.V41, "B", "quotient", ("7000000000fe0000", "31d4f767039eb6d9")),
+     (oracle.V32_NVFP4, "A", "up", ("8ee6724cafe6603d", "12b64ca2ef639aab")),
+     (oracle.V32_NVFP4, "B", "up", ("0300f00000000000", "112840480692e4ab")),
+     (oracle.V32_NVFP4, "A", "nearest", ("9fe6724dafe6703d", "7373cd398a6d6def")),
+     (oracle.V32_NVFP4, "B", "nearest", ("0400f00000000000", "2f041d26cee9bc44")),
+     (oracle.V4_NVFP4, "A", "nearest", ("9fe6724dafe6703d", "a1831d6fed04cfec")),
+     (oracle.V4_NVFP4, "B", "nearest", ("0400f00000000000", "6b528ce79d330558")),
+     (oracle.V41_FP4, "A", "nearest", ("9fe6724dafe6703d", "1305d0ecb449da84")),
+     (oracle.V41_FP4_SPLIT, "B", "nearest", ("0400f00000000000", "cd3ed54359d51563"))],
 )  # fmt: skip
 def test_vectors(kind, fmt, row, scale_format, expected):
     cache = kind.put(poisoned((1, 1, fmt.token_bytes), np.uint8))
-    pack(kind, fmt, LATENT[row][None].copy(), cache, np.array([0]), scale_format=scale_format)
+    rows = np.concatenate([LATENT[row], ROPE[row]])[None, : fmt.d_qk].copy()
+    pack(kind, fmt, rows, cache, np.array([0]), scale_format=scale_format)
     assert told(kind.take(cache).tobytes()) == expected
 
 
-@every_format
+every_fp4_writer = pytest.mark.parametrize(
+    ("fmt", "scale_format"), [pair for pair in scale_formats() if pair[0] in oracle.FP4[:-1]], ids=shown
+)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # signalling NaN
+@every_fp4_writer
+def test_every_bf16_value(kind, rng, fmt, scale_format):
+    """As the largest of a tile, NaN and infinities too, above others of its size; and without a scale."""
+    count = -(-(2**15) * fmt.tile // fmt.nope)  # rows
+    bits = np.resize(np.arange(2**15), (count * fmt.nope // fmt.tile, 1))
+    bits = np.maximum(bits - rng.integers(0, 700, (len(bits), fmt.tile)) * (np.arange(fmt.tile) > 0), 0)
+    bits |= rng.integers(2, size=bits.shape) << 15
+    rope = np.resize(np.arange(2**16), (count, fmt.d_qk - fmt.nope))
+    if fmt is oracle.V32_NVFP4:
+        rope[rope > 0xFF80] = 0x7FC0  # NaN, of one sign
+    rows = np.concatenate([bits.reshape(count, -1), rope], axis=1).astype(np.uint16).view(BF16)
+    cache = kind.put(poisoned((count, 1, fmt.token_bytes), np.uint8))
+    pack(kind, fmt, rows, cache, np.arange(count), scale_format)
+    want = [b"".join(oracle.pack_row(fmt, row, scale_format)) for row in rows]
+    np.testing.assert_array_equal(kind.take(cache).reshape(count, -1), [np.frombuffer(row, np.uint8) for row in want])
+
+
+@pytest.mark.parametrize("fmt", oracle.FP4, ids=shown)
+def test_any_bytes_are_unpacked(kind, rng, fmt):
+    """Scales that are 0, negative or NaN, too."""
+    cache = rng.integers(0, 256, (3, 5, fmt.token_bytes), np.uint8)
+    cache[rng.random(cache.shape) < 0.1] = 0x7F
+    cache[rng.random(cache.shape) < 0.1] = 0x80
+    slots = np.arange(15)
+    got = kind.take(cupy_mla.unpack_rows(kind.put(cache), kind.put(slots), layout=fmt.name))
+    with np.errstate(invalid="ignore"):
+        want = oracle.named_rows(fmt, cache, slots).astype(np.float32)
+    np.testing.assert_array_equal(got, want)
+
+
+@every_cache
 def test_rows_are_unpacked(kind, rng, fmt):
     of = paged(rng, fmt, 1, 1, 100, 16, gap=2)
     capacity = of.cache.shape[0] * 16
@@ -96,7 +152,7 @@ def test_rows_are_unpacked(kind, rng, fmt):
     np.testing.assert_array_equal(check_result(kind, got, FLOAT32), want.astype(np.float32))
 
 
-@every_format
+@every_cache
 def test_rows_are_gathered(kind, rng, fmt):
     """Of V4's kind the last 20 of each request, of the other whole requests."""
     lens, block_size = np.array([20, 0, 33], np.int32), 16
@@ -125,18 +181,47 @@ def test_rows_are_gathered(kind, rng, fmt):
 # --- attention -----------------------------------------------------------------------------------------------
 
 
-@every_format
-@pytest.mark.parametrize(("h_q", "num_splits"), [(7, None), (64, 3)])
+every_attention = pytest.mark.parametrize(  # NVFP4: one kernel apiece
+    ("fmt", "h_q", "num_splits"),
+    [(fmt, 7, None) for fmt in FORMATS if fmt is not oracle.V32_NVFP4]
+    + [(fmt, 64, 3) for fmt in FORMATS if fmt is not oracle.V4_NVFP4],
+    ids=shown,
+)
+
+
+@every_attention
 def test_sparse_decode(kind, rng, fmt, h_q, num_splits):
     main, extra = paged(rng, fmt, 3, 2, 130, 64, lengths=True), paged(rng, fmt, 3, 2, 40, 1)
-    q, sink = off_zero(fmt, queries(rng, 3, 2, h_q, fmt.d_qk), main, extra), sinks(rng, h_q)
+    check_decode(kind, rng, (fmt, fmt), (main, extra), h_q, num_splits)
+
+
+every_pair = pytest.mark.parametrize(
+    ("fmt", "extra_fmt", "h_q", "num_splits"),
+    [(oracle.V41, oracle.V41_FP4, 7, None), (oracle.V41, oracle.V41_FP4_SPLIT, 64, 2),
+     (oracle.V41_SPLIT, oracle.V41_FP4_SPLIT, 17, 1)],
+    ids=shown,
+)  # fmt: skip
+
+
+@every_pair
+def test_extra_cache_of_another_layout(kind, rng, fmt, extra_fmt, h_q, num_splits):
+    """With tiles without rows in both lists, so that tiles of either are passed over."""
+    main, extra = paged(rng, fmt, 2, 2, 130, 64), paged(rng, extra_fmt, 2, 2, 150, 3, lengths=True)
+    main.indices[0, :, 32:96] = main.indices[1, 1] = extra.indices[1, :, 32:64] = -1
+    check_decode(kind, rng, (fmt, extra_fmt), (main, extra), h_q, num_splits, extra_layout=extra_fmt.name)
+
+
+def check_decode(kind, rng, formats, caches, h_q, num_splits, **more):
+    """Over two caches, beside the oracle."""
+    (fmt, _), (main, extra) = formats, caches
+    q, sink = off_zero(formats, queries(rng, *main.indices.shape[:2], h_q, fmt.d_qk), main, extra), sinks(rng, h_q)
     with poisoned_outputs():
         results = cupy_mla.sparse_decode(
             *map(kind.put, (q, main.cache, main.indices)), scale_of(q, None), topk_length=kind.put(main.length),
             extra_k_cache=kind.put(extra.cache), extra_indices=kind.put(extra.indices), attn_sink=kind.put(sink),
-            num_splits=num_splits, layout=fmt.name,
+            extra_topk_length=kind.put(extra.length), num_splits=num_splits, layout=fmt.name, **more,
         )  # fmt: skip
-    want = oracle.decode(fmt, q, [(p.cache, p.indices, p.length) for p in (main, extra)], scale_of(q, None), sink)
+    want = oracle.decode(formats, q, [(p.cache, p.indices, p.length) for p in (main, extra)], scale_of(q, None), sink)
     for result, got, expected in zip(("out", "lse"), results, want, strict=True):
         oracle.assert_close(kind.take(got), expected, f"decode {result}")
 
@@ -178,6 +263,28 @@ def test_front_door(kind, rng, kv_format, use_legacy, fmt):
         use_legacy=use_legacy,
     )
     want = cupy_mla.sparse_decode(q, cache, indices, fmt.d_qk**-0.5, layout=fmt.name)
+    for a, b in zip(got, want, strict=True):
+        assert kind.take(a).tobytes() == kind.take(b).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("use_legacy", "formats"),
+    [(False, (oracle.V41, oracle.V41_FP4)), (True, (oracle.V41_SPLIT, oracle.V41_FP4_SPLIT))],
+)
+def test_front_door_with_an_extra_cache(kind, rng, use_legacy, formats):
+    """Of another layout, whose scales stand as those of the main cache."""
+    (fmt, extra_fmt), schedule = formats, cupy_mla.get_mla_metadata()[0]
+    main, extra = paged(rng, fmt, 2, 1, 64, 64), paged(rng, extra_fmt, 2, 1, 40, 32)
+    q, indices, extra_indices = map(kind.put, (queries(rng, 2, 1, 64, 512), main.indices, extra.indices))
+    cache, extra_cache = kind.put(main.cache[:, :, None]), kind.put(extra.cache)
+    got = cupy_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, schedule, indices=indices, extra_k_cache=extra_cache,
+        extra_indices_in_kvcache=extra_indices, kv_format="V41", use_legacy=use_legacy,
+    )  # fmt: skip
+    want = cupy_mla.sparse_decode(
+        q, cache, indices, 512**-0.5, extra_k_cache=extra_cache, extra_indices=extra_indices, layout=fmt.name,
+        extra_layout=extra_fmt.name,
+    )  # fmt: skip
     for a, b in zip(got, want, strict=True):
         assert kind.take(a).tobytes() == kind.take(b).tobytes()
 
@@ -230,6 +337,24 @@ def test_scale_floors_are_powers_of_two(floor):
 
 ANYTHING = "rows of 528 bytes may be anything: say"
 NAMES = "'v32_nope_fp8' or 'v41_fp8' or 'v41_fp8_split'"
+
+
+def test_what_extra_caches_may_be():
+    q, indices = np.zeros((1, 1, 4, 512), BF16), np.zeros((1, 1, 3), np.int32)
+    extra = {"extra_k_cache": np.zeros((2, 64, 288), np.uint8), "extra_indices": indices}
+    cache = np.zeros((2, 64, 528), np.uint8)
+    with pytest.raises(
+        ValueError, match=r"^extra_k_cache: rows of 288 bytes may be anything: say extra_layout='v41_fp4' or"
+    ):
+        cupy_mla.sparse_decode(q, cache, indices, 0.1, layout="v41_fp8", **extra)
+    with pytest.raises(ValueError, match=r"^extra_layout must be one of \('v41_fp8_split', 'v41_fp4_split'\), got"):
+        cupy_mla.sparse_decode(q, cache, indices, 0.1, layout="v41_fp8_split", extra_layout="v41_fp4", **extra)
+    with pytest.raises(ValueError, match=r"^extra_layout must be one of \('v4_fp8',\), got 'v41_fp4'"):
+        cupy_mla.sparse_decode(q, np.zeros((2, 64, 584), np.uint8), indices, 0.1, extra_layout="v41_fp4", **extra)
+    with pytest.raises(ValueError, match=r"^layout must be one of \("):
+        cupy_mla.sparse_decode(q, extra["extra_k_cache"], indices, 0.1, layout="v41_fp4")
+    with pytest.raises(ValueError, match=r"^extra_layout was given without extra_k_cache"):
+        cupy_mla.sparse_decode(q, cache, indices, 0.1, layout="v41_fp8", extra_layout="v41_fp4")
 
 
 def test_a_layout_must_be_named():

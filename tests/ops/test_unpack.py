@@ -113,7 +113,7 @@ def test_errors(kind) -> None:
 
 # --- caches that hold nothing yet -----------------------------------------------------------------------------
 
-LAYOUTS = [*layouts.ATTENTION_LAYOUTS, layouts.INDEXER_FP8]
+LAYOUTS = [*layouts.CACHE_LAYOUTS, layouts.INDEXER_FP8]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.d_qk}")
@@ -137,11 +137,11 @@ def test_they_are_what_operations_take(kind, rng, layout) -> None:
     """Rows that are written come back, and no block writes into another one."""
     place, slots = Place.of(kind.put(np.zeros(1))), rng.permutation(3 * 5)
     cache = empty_cache(layout, 3, 5, place)
-    rows = np.repeat(2.0 ** rng.integers(-3, 3, (15, 1)), layout.d_qk, axis=1).astype(BF16)
+    rows = np.repeat(6 * 2.0 ** rng.integers(-3, 3, (15, 1)), layout.d_qk, axis=1).astype(BF16)
     k, at, named = kind.put(rows), kind.put(slots), {} if layout.told else {"layout": layout.name}
     if layout in layouts.INDEXER_LAYOUTS:
         cupy_mla.indexer_k_quant_and_cache(k, cache, at)
-    elif layout in layouts.FP8_OF_V4:
+    elif layout in layouts.QUANTIZED_OF_V4:
         cupy_mla.quantize_and_insert_k_cache(k, cache, at, **named)
     else:
         cupy_mla.concat_and_cache_mla(kind.put(rows[:, :512]), kind.put(rows[:, 512:].copy()), cache, at, **named)

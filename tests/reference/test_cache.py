@@ -16,8 +16,8 @@ from ..kinds import E4M3
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
-FORMATS = (*oracle.FORMATS, oracle.V32_NOPE, oracle.V41, oracle.V41_SPLIT)
-LAYOUTS = dict(zip(FORMATS, layouts.ATTENTION_LAYOUTS, strict=True))
+FORMATS = (*oracle.FORMATS, oracle.V32_NOPE, oracle.V41, oracle.V41_SPLIT, *oracle.FP4)
+LAYOUTS = dict(zip(FORMATS, layouts.CACHE_LAYOUTS, strict=True))
 
 
 @given(

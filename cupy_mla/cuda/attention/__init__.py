@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from ...arguments import Decode, Prefill
 from ...arrays import Array
-from ...layouts import Layout
 from .. import structs
 from ..driver import Gpu
 from ..paging import pointer
@@ -69,7 +68,7 @@ def sparse_decode(
     main, extra = _paged(a.cache, a.indices, length), NO_SOURCE
     if a.extra is not None and a.extra_indices is not None:
         extra = _paged(a.extra, a.extra_indices, a.extra_length)
-    aligned = problem.aligned or _aligned_caches(a.layout, a.cache, a.extra)
+    aligned = problem.aligned or _aligned_caches(a)
     flags = aligned * ALIGNED_ROWS | DECODE | alike * ALIKE
     params = params_of(problem, a, main, extra, decode_fields(a), flags)
     num_slots = a.cache.shape[0] * a.cache.shape[1]
@@ -84,8 +83,9 @@ def decode_problem(gpu: Gpu, a: Decode, batch_invariant: bool, length: Array | N
         gpu, a.layout, False, h_q, b * s_q, a.indices.shape[2],
         0 if a.extra_indices is None else a.extra_indices.shape[2],
         uneven=length is not None or a.extra_length is not None,
-        aligned=_aligned_caches(a.layout, a.cache, a.extra) and a.q.aligned(16), flat=_flat_rows(a.cache, a.extra),
+        aligned=_aligned_caches(a) and a.q.aligned(16), flat=_flat_rows(a.cache, a.extra),
         num_splits=a.num_splits or 0, batch_invariant=batch_invariant, kernel=kernel, division=division,
+        extra_layout=a.extra_layout,
     )  # fmt: skip
 
 
@@ -118,5 +118,5 @@ def _paged(cache: Array, indices: Array, length: Array | None) -> Packed:
     )  # fmt: skip
 
 
-def _aligned_caches(layout: Layout, cache: Array, extra: Array | None) -> bool:
-    return aligned_rows(layout, cache) and (extra is None or aligned_rows(layout, extra))
+def _aligned_caches(a: Decode) -> bool:
+    return aligned_rows(a.layout, a.cache) and (a.extra is None or aligned_rows(a.extra_layout or a.layout, a.extra))

@@ -31,6 +31,7 @@ class _Fields(NamedTuple):
     batch_invariant: bool = False
     kernel: str = ""
     division: str = ""
+    extra_layout: Layout | None = None
 
 
 class Problem(_Fields):
@@ -51,6 +52,7 @@ class Problem(_Fields):
         batch_invariant: the choice must not depend on the number of queries.
         kernel: the name of the kernel that is to run; "": any.
         division: the division that is to be, or its kind, as text; "": any.
+        extra_layout: of the extra cache, where it is another; else None.
         asks: whether the caller forces a kernel or a division.
         fixed: whether the kernel must not depend on the number of queries.
         on_hopper: whether the kernels for Hopper can read its rows.
@@ -70,9 +72,9 @@ class Problem(_Fields):
 
     def __new__(cls, *fields: Any, **more: Any) -> Problem:
         made = super().__new__(cls, *fields, **more)
-        gpu, _, prefill, _, _, entries, extra, uneven, aligned, _, _, _, invariant, kernel, division = made
+        gpu, _, prefill, _, _, entries, extra, uneven, aligned, _, _, _, invariant, kernel, division, other = made
         made.asks, made.fixed = kernel != "" or division != "", invariant and not kernel
-        made.on_hopper = aligned and gpu.capability == 90
+        made.on_hopper = aligned and gpu.capability == 90 and other is None
         made.rows = entries + extra
         made.tiles = tiles = -(-entries // TILE_ROWS) - (-extra // TILE_ROWS) or 1
         made.pairs = (tiles + 1) // 2
@@ -96,6 +98,7 @@ class Problem(_Fields):
             "masks not possible at this sm_scale": not self.groupable, f"num_splits {self.num_splits}": self.num_splits,
             "batch-invariant": self.batch_invariant, f"kernel {self.kernel}": self.kernel,
             f"division {self.division}": self.division,
+            f"an extra cache of {self.extra_layout.name if self.extra_layout else ''}": self.extra_layout,
         }  # fmt: skip
         return ", ".join(
             [

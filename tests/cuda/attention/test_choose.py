@@ -17,7 +17,7 @@ from cupy_mla.cuda.attention.kernels import bf16_grouped_sm90, fp8_sm90
 from cupy_mla.cuda.attention.problem import Problem
 from cupy_mla.cuda.attention.times import of, text_of
 from cupy_mla.cuda.driver import Gpu
-from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_576, V4_FP8, V32_FP8, Layout
+from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_576, EXTRA_OF, V4_FP8, V32_FP8, Layout
 
 from .h200 import CLUSTERS_AT_ONCE, GPU
 
@@ -100,6 +100,13 @@ def test_other_gpus_and_unaligned_rows_run_the_portable_kernel(layout, gpu):
     problem = decode(layout, 64, 8)
     for_hopper = [name for name, kernel in KERNELS.items() if "portable" not in name and kernel.serves(problem)]
     assert (choose(problem).kernel in for_hopper) == bool(for_hopper)
+
+
+@pytest.mark.parametrize(("layout", "extra"), [(layout, extra) for layout, of in EXTRA_OF.items() for extra in of])
+def test_the_portable_kernel_alone_reads_an_extra_cache_of_another_layout(layout, extra):
+    problem = decode(layout, 64, 8, extra_entries=500, extra_layout=extra)
+    assert {name for name, kernel in KERNELS.items() if kernel.serves(problem)} == {"portable", "portable_99kb"}
+    assert choose(problem).kernel == "portable"
 
 
 def test_a_gpu_has_the_times_under_its_name():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-from ....layouts import ATTENTION_LAYOUTS, D_V, Layout
+from ....layouts import ATTENTION_LAYOUTS, D_V, EXTRA_OF, Layout
 from ... import structs
 from ...kernel import PORTABLE, Kernel
 from ...paging import ceil_div
@@ -43,6 +43,8 @@ SHAPES = {
     ("fp32", 576, SMALL): Shape(16, 6), ("fp32", 576, LARGE): Shape(32, 7),
     ("fp32", 512, SMALL): Shape(16, 4), ("fp32", 512, LARGE): Shape(32, 6),
     ("ue8m0", 512, SMALL): Shape(16, 3), ("ue8m0", 512, LARGE): Shape(32, 6),
+    ("e4m3", 576, SMALL): Shape(16, 6), ("e4m3", 576, LARGE): Shape(32, 7),
+    ("e4m3", 512, SMALL): Shape(16, 3), ("e4m3", 512, LARGE): Shape(32, 6),
     ("call", 576, SMALL): Shape(16, 6), ("call", 576, LARGE): Shape(32, 7),
     ("call", 512, SMALL): Shape(16, 3), ("call", 512, LARGE): Shape(32, 6),
 }  # fmt: skip
@@ -63,14 +65,20 @@ def shape(layout: Layout, heads: int, limit: int) -> Shape:
 
 
 @cache
-def kernel(layout: Layout, heads: int, limit: int, dense: bool = False) -> Kernel:
+def kernel(layout: Layout, heads: int, limit: int, dense: bool = False, extra: Layout | None = None) -> Kernel:
     """The kernel for one cache layout, heads of a CTA, and KB of shared memory; over index lists, or `dense`: over rows
-    of a block table."""
+    of a block table. `extra`: the layout of extra caches, where it is another."""
     rows, q_in_shared = shape(layout, heads, limit)
     defines = {
         **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": rows, "Q_IN_SHARED": q_in_shared,
         "SHARED_LIMIT": 1024 * limit, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST, "DENSE": int(dense),
+        "EXTRA_ROWS": int(extra is not None),
     }  # fmt: skip
+    if extra is not None:
+        defines |= {
+            "EXTRA_ROW_STRIDE": extra.row_stride, "EXTRA_SCALE_OFFSET": extra.scale_offset,
+            "EXTRA_SCALE_STRIDE": extra.scale_stride,
+        }  # fmt: skip
     archs = PORTABLE if limit == SMALL else ("80", "90", "100")
     return Kernel("attention/portable.cu", structs.DENSE if dense else structs.ATTENTION, defines, archs=archs)
 
@@ -80,7 +88,8 @@ def kernels() -> Iterator[Kernel]:
     for layout in ATTENTION_LAYOUTS:
         for heads in HEADS:
             for limit in (SMALL, LARGE):
-                yield kernel(layout, heads, limit)
+                for extra in (None, *EXTRA_OF.get(layout, ())):
+                    yield kernel(layout, heads, limit, extra=extra)
 
 
 def serves(problem: Problem) -> bool:
@@ -143,7 +152,8 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
 
 def merged(problem: Problem, division: Any, call: Call, limit: int) -> Program:
     """The launch with so many KB of shared memory, and what merges its splits."""
-    launch = launched(problem, division, call.params, kernel(problem.layout, division.heads, limit))
+    of = kernel(problem.layout, division.heads, limit, extra=problem.extra_layout)
+    launch = launched(problem, division, call.params, of)
     return [launch, combine.launch(problem, launch.params)] if division.num_splits > 1 else [launch]
 
 

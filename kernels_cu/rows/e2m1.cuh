@@ -1,0 +1,32 @@
+// e2m1: codes of four bits, a sign above 0, .5, 1, 1.5, 2, 3, 4, 6. Eight are a word, the first in its lowest bits.
+#pragma once
+#include "ptx/convert.cuh"
+#include "rows/chunk.cuh"
+
+// The largest magnitude of the eight bf16 of LANES neighbouring lanes, as a bf16; NaN if any is.
+template <int LANES>
+__device__ __forceinline__ uint32_t amax_or_nan(const Vec16& v) {
+    uint32_t amax = max_or_nan_bf16x2(max_or_nan_bf16x2(abs_bf16x2(v.x), abs_bf16x2(v.y)),
+                                      max_or_nan_bf16x2(abs_bf16x2(v.z), abs_bf16x2(v.w)));
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) amax = max_or_nan_bf16x2(amax, __shfl_xor_sync(~0u, amax, step));
+    return larger_half(amax);
+}
+
+// The number of a code, of which the lowest four bits count.
+__device__ __forceinline__ float e2m1_to_float(uint32_t code) {
+    const uint32_t exponent = code >> 1 & 3, fraction = code & 1;
+    const float magnitude = exponent == 0 ? 0.5f * fraction : __uint_as_float(exponent + 126 << 23 | fraction << 22);
+    return code & 8 ? -magnitude : magnitude;
+}
+
+// A float32 as a code, rounded to the nearest, ties to even codes, saturating at 6. A number to which a power of two is
+// added is rounded to the unit in the last place of the sum: to halves, ones or twos. Of the three codes that follow the
+// least is right, in each of the ranges up to 2, 4 and 6. Minus stays, of zeros too.
+__device__ __forceinline__ uint32_t float_to_e2m1(float x) {
+    const float magnitude = fminf(fabsf(x), 6.0f);
+    const uint32_t halves = __float_as_uint(magnitude + 0x1p22f) & 15;
+    const uint32_t ones = (__float_as_uint(magnitude + 0x1p23f) & 15) + 2;
+    const uint32_t twos = (__float_as_uint(magnitude + 0x1p24f) & 15) + 4;
+    return min(halves, min(ones, twos)) | (__float_as_uint(x) >> 28 & 8);
+}
