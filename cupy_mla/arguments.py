@@ -344,3 +344,49 @@ class DenseDecode(NamedTuple):
     num_splits: int | None
     out: Operand
     lse: Operand
+
+
+class Target(NamedTuple):
+    """Of `attention_target`: shapes and dtypes are those of `cupy_mla.attention_target`, but kv [s_kv, d_qk] and
+    indices [s_q, topk].
+
+    Attributes:
+        sink: [h_q], or None. length: [s_q], or None.
+        out: is written.
+    """
+
+    q: Operand
+    kv: Operand
+    indices: Operand
+    lse: Operand
+    sm_scale: float
+    sink: Operand
+    length: Operand
+    out: Operand
+
+
+class IndexerLoss(NamedTuple):
+    """Of `indexer_loss`: shapes and dtypes are those of `cupy_mla.indexer_loss`, but indices [T, topk].
+
+    Attributes:
+        length: [T], or None. counted: [T], or None.
+        loss, dq_index, dk_index, dw: are written; the last three only with `gradients`, and None without.
+    """
+
+    q_index: Operand
+    k_index: Operand
+    w: Operand
+    target: Operand
+    indices: Operand
+    length: Operand
+    loss_coeff: float
+    counted: Operand
+    per_token: bool
+    relu: bool
+    gradients: bool
+    accumulate: bool
+    max_workspace_bytes: int
+    loss: Operand
+    dq_index: Operand
+    dk_index: Operand
+    dw: Operand

@@ -236,6 +236,33 @@ def backward_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
             yield Call(f"{call.detail}, float32", arguments | {"dq_dtype": "float32", "dkv_dtype": "float32"})
 
 
+def target_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """Of lse of the same calls of the forward, and of fewer heads."""
+    names = ("q", "kv", "indices", "lse", "sm_scale", "attn_sink", "topk_length")
+    for call in backward_calls(rng, wanted):
+        arguments = {name: call.arguments[name] for name in names if name in call.arguments}
+        if "dq_dtype" not in call.arguments:
+            yield Call(call.detail, arguments)
+        if arguments["q"].shape[1] == 64:
+            few = {name: np.ascontiguousarray(arguments[name][:, :32]) for name in ("q", "lse")}
+            yield Call(f"32 heads of {call.detail}", arguments | few)
+
+
+def loss_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    more = {"topk_length": _lengths(rng, wanted, TOPK // 2, TOPK, 3), "counted": np.array([True, False, True])}
+    for heads, tokens, given in (
+        (5, 3, more), (16, 2, {"relu": False, "per_token": True, "gradient_dtype": "float32"}), (32, 2, {}),
+        (64, wanted.many, {"loss_coeff": 0.5}), (64, 2, {"gradients": False}), (128, 2, {}),
+    ):  # fmt: skip
+        arguments = {
+            "q_index": _normal(rng, tokens, heads, logits.D), "k_index": _normal(rng, TOKENS, logits.D),
+            "w": (0.02 * rng.standard_normal((tokens, heads), np.float32)),
+            "target": rng.random((tokens, TOPK), np.float32), "indices": _lists(rng, wanted, tokens, 1, TOPK),
+        }  # fmt: skip
+        said = ", ".join(["every array" if name == "counted" else name for name in given if name != "topk_length"])
+        yield Call(f"{heads} heads, {tokens} tokens{said and ', '}{said}", arguments | given)
+
+
 def decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     """Few query tokens and many, few heads and many."""
     many = wanted.many
