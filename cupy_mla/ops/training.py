@@ -9,7 +9,7 @@ from __future__ import annotations
 from .. import arrays
 from ..arguments import IndexerLoss, Target
 from ..bridges import bind
-from ..calls.operation import operation
+from ..calls.operation import differentiable, operation
 from ..checks.options import require_bool, require_choice, require_integer, require_scale
 from ..checks.validate import require_heads
 from ..checks.values import check_lists
@@ -88,6 +88,7 @@ def attention_target(
 
 
 @operation
+@differentiable("dq_index", "dk_index", "dw")
 def indexer_loss(
     q_index: A,
     k_index: AnyArray,
@@ -123,7 +124,8 @@ def indexer_loss(
         dq_index = sum_j dz[h, j] * k_j
         dk_index = sum over all (i, h, j) that name the key: dz[h, j] * q_index[h]
 
-    - Gradients come with the loss, for nothing but the gradient of the loss itself is still to come: a factor.
+    - Gradients come with the loss, for nothing but the gradient of the loss itself is still to come: a factor. With
+      torch the loss differentiates by itself where q_index, k_index or w want a gradient.
     - A token counts that has a valid entry, and `counted`, if that is given. Others have the gradient 0, and nothing
       comes from them, whatever they hold. A key that no valid entry names is never read and has the gradient 0.
     - An entry that names a key once more is an entry of its own in both distributions. `target` and lists have no
