@@ -347,29 +347,34 @@ class DenseDecode(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Of `attention_target`: shapes and dtypes are those of `cupy_mla.attention_target`, but kv [s_kv, d_qk] and
-    indices [s_q, topk].
+    """Of `attention_target`, `dense_attention_target` and `dense_lse`: shapes and dtypes are those of these functions,
+    but kv [s_kv, d_qk] and indices [s_q, topk].
 
     Attributes:
-        sink: [h_q], or None. length: [s_q], or None.
+        lse: [s_q, h_q], or None: it is what is asked for.
+        indices, length, starts, ends: lists [s_q, topk], and their lengths [s_q] or None; or the ranges of rows [s_q].
+        sink: [h_q], or None.
         out: is written.
     """
 
     q: Operand
     kv: Operand
-    indices: Operand
-    lse: Operand
     sm_scale: float
+    lse: Operand
     sink: Operand
+    indices: Operand
     length: Operand
+    starts: Operand
+    ends: Operand
     out: Operand
 
 
 class IndexerLoss(NamedTuple):
-    """Of `indexer_loss`: shapes and dtypes are those of `cupy_mla.indexer_loss`, but indices [T, topk].
+    """Of `indexer_loss` and `dense_indexer_loss`: shapes and dtypes are those of these, but indices [T, topk].
 
     Attributes:
-        length: [T], or None. counted: [T], or None.
+        indices, length, starts, ends: lists [T, topk], and their lengths [T] or None; or the ranges of keys [T].
+        counted: [T], or None.
         loss, dq_index, dk_index, dw: are written; the last three only with `gradients`, and None without.
     """
 
@@ -379,6 +384,8 @@ class IndexerLoss(NamedTuple):
     target: Operand
     indices: Operand
     length: Operand
+    starts: Operand
+    ends: Operand
     loss_coeff: float
     counted: Operand
     per_token: bool

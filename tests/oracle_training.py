@@ -10,26 +10,34 @@ from .oracle_backward import Sum
 
 
 class Loss(NamedTuple):
-    """What `indexer_loss` takes: q [T, H, 128], k [N, 128], w [T, H], target [T, topk], supports: of each token the
-    places in its list that count, indices [T, topk]."""
+    """What `indexer_loss` takes: q [T, H, 128], k [N, 128], w [T, H], target [T, topk], indices [T, topk]; or
+    `dense_indexer_loss`: ranges [T, 2] in the place of indices."""
 
     q: np.ndarray
     k: np.ndarray
     w: np.ndarray
     target: np.ndarray
-    indices: np.ndarray
+    indices: np.ndarray | None
     length: np.ndarray | None = None
     counted: np.ndarray | None = None
     coeff: float = 1.0
     per_token: bool = False
     relu: bool = True
+    ranges: np.ndarray | None = None
 
     def support(self, i: int) -> np.ndarray:
         """Where in a token's list the entries stand that count."""
         if self.counted is not None and not self.counted[i]:
             return np.zeros(0, np.int64)
+        if self.ranges is not None:
+            start, end = self.ranges[i]
+            return np.array([j for j in range(len(self.k)) if start <= j < end], np.int64)
         length = self.indices.shape[1] if self.length is None else max(int(self.length[i]), 0)
         return np.array([j for j, e in enumerate(self.indices[i]) if j < length and 0 <= e < len(self.k)], np.int64)
+
+    def entries(self, i: int) -> np.ndarray:
+        """The keys that they name."""
+        return self.support(i) if self.indices is None else self.indices[i, self.support(i)]
 
     def divisor(self) -> int:
         return 1 if self.per_token else max(sum(len(self.support(i)) > 0 for i in range(len(self.q))), 1)
@@ -47,8 +55,7 @@ class Token(NamedTuple):
 
 
 def token(a: Loss, i: int) -> Token:
-    places = a.support(i)
-    entries = a.indices[i, places]
+    places, entries = a.support(i), a.entries(i)
     z = a.q[i].astype(np.float64) @ a.k[entries].astype(np.float64).T
     scores = a.w[i].astype(np.float64) @ (np.where(z > 0, z, 0) if a.relu else z)
     log_pred = scores - scores.max()
@@ -98,3 +105,10 @@ def target(
     p = np.exp(scale * (q.astype(np.float64) @ rows.astype(np.float64).T) - lse.astype(np.float64)[:, None])
     sigma = np.ones(len(q)) if sink is None else 1 / (1 + np.exp(sink.astype(np.float64) - lse))
     return (sigma[:, None] * p).sum(axis=0)
+
+
+def lse(q: np.ndarray, rows: np.ndarray, scale: float) -> np.ndarray:
+    """lse [h] of a token with queries [h, d] over rows [n, d]."""
+    logits = scale * (q.astype(np.float64) @ rows.astype(np.float64).T)
+    largest = logits.max(axis=1)
+    return largest + np.log(np.exp(logits - largest[:, None]).sum(axis=1))

@@ -123,7 +123,7 @@ def sparse_prefill_backward(gpu: Gpu, a: PrefillBackward) -> Program:
     kernel, heads = chosen(gpu, a)
     blocks = ceil_div(h_q, heads)
     terms = None if a.sink is None else Slot("sink terms", shape=(s_q, h_q), dtype=FLOAT32)
-    lists = Lists(a.indices, a.kv.shape[0], a.length, range_rows=RANGE_ROWS)
+    lists = Lists(s_q, a.kv.shape[0], RANGE_ROWS, indices=a.indices, length=a.length)
     left = a.max_workspace_bytes - (0 if terms is None else terms.nbytes)
     sums = RowSums(lists, a.dkv, a.accumulate, blocks, left)
     program: list[Launch] = []

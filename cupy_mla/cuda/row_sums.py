@@ -23,6 +23,10 @@ LISTS = Struct(
     places=POINTER, spare_places=POINTER, counts=POINTER, starts=POINTER, index_stride=INT64, topk=INT32, s_kv=INT32,
     passes=INT32, ranges=INT32,
 )  # fmt: skip
+RANGES = Struct(
+    "RangeListsParams", first=POINTER, end=POINTER, counted=POINTER, rows=POINTER, places=POINTER, counts=POINTER,
+    starts=POINTER, s_kv=INT32, ranges=INT32,
+)  # fmt: skip
 ROWS = Struct(
     "BackwardRowsParams", contributions=POINTER, rows=POINTER, starts=POINTER, total=POINTER, out=POINTER,
     total_stride=INT64, out_stride=INT64, queries=INT32, topk=INT32, blocks=INT32, ranges=INT32, s_kv=INT32,
@@ -40,29 +44,43 @@ def lists_kernel(range_rows: int, places: bool) -> Kernel:
 
 
 @cache
+def ranges_kernel(range_rows: int) -> Kernel:
+    """The kernel that writes lists of what ranges of rows hold."""
+    return Kernel("indices/range_lists.cu", RANGES, {"RANGE_ROWS": range_rows})
+
+
+@cache
 def rows_kernel(width: int, range_rows: int) -> Kernel:
     """The kernel for rows of so many values, of which a CTA has a range."""
     return Kernel("attention/backward_rows.cu", ROWS, {"D_QK": width, "RANGE_ROWS": range_rows})
 
 
 class Lists(NamedTuple):
-    """Which rows the tokens list.
+    """Which rows the tokens list: those of index lists, or of ranges.
 
     Attributes:
-        indices: [tokens, topk] int32.
-        rows: how many rows there are.
-        length: [tokens] int32, or None.
-        counted: [tokens] bool, or None: others list none.
+        tokens, rows: how many there are.
         range_rows: rows whose gradients a CTA adds up.
-        places: whether the caller's kernel needs to know where in its list an entry stood.
+        places: whether the caller's kernel needs to know where in its list an entry stood, or in the rows.
+        indices, length: [tokens, topk] int32, and [tokens] int32 or None.
+        starts, ends: [tokens] int32, where there are no index lists.
+        counted: [tokens] bool, or None: others list none.
     """
 
-    indices: Array
+    tokens: int
     rows: int
-    length: Array | None = None
-    counted: Array | None = None
-    range_rows: int = 16
+    range_rows: int
     places: bool = False
+    indices: Array | None = None
+    length: Array | None = None
+    starts: Array | None = None
+    ends: Array | None = None
+    counted: Array | None = None
+
+    @property
+    def topk(self) -> int:
+        """Most entries of a list."""
+        return self.rows if self.indices is None else self.indices.shape[1]
 
 
 class RowSums:
@@ -85,7 +103,7 @@ class RowSums:
     def __init__(
         self, of: Lists, gradient: Array | None, accumulate: bool, blocks: int, max_bytes: int, bytes_of_token: int = 0
     ) -> None:
-        tokens, topk = of.indices.shape
+        tokens, topk = of.tokens, of.topk
         self._of, self._gradient, self._accumulate, self._blocks = of, gradient, accumulate, blocks
         self._ranges = ceil_div(of.rows, of.range_rows)
         width = 0 if gradient is None else gradient.shape[-1]
@@ -108,14 +126,21 @@ class RowSums:
         self._starts = Slot("starts of ranges", shape=(self.step, self._ranges + 1), dtype=INTEGERS)
 
     def sort(self, first: int, tokens: int) -> Launch:
-        """The sort of the lists of these tokens."""
+        """The sort of the lists of these tokens; those of ranges are written so."""
         of = self._of
+        if of.indices is None:
+            params = RANGES(
+                first=from_token(of.starts, first), end=from_token(of.ends, first),
+                counted=from_token(of.counted, first), rows=self.rows.ptr, places=self.places.ptr,
+                counts=self.counts.ptr, starts=self._starts.ptr, s_kv=of.rows, ranges=self._ranges,
+            )  # fmt: skip
+            return Launch(ranges_kernel(of.range_rows), (tokens, 1, 1), params)
         params = LISTS(
             indices=from_token(of.indices, first), lengths=from_token(of.length, first),
             counted=from_token(of.counted, first), rows=self.rows.ptr, spare=self._spare.ptr,
             places=self.places.ptr if of.places else 0, spare_places=self._spare_places.ptr if of.places else 0,
             counts=self.counts.ptr, starts=self._starts.ptr, index_stride=of.indices.strides[0],
-            topk=of.indices.shape[1], s_kv=of.rows,
+            topk=of.topk, s_kv=of.rows,
             passes=max(1, ceil_div(max(of.rows - 1, 0).bit_length(), DIGIT_BITS)), ranges=self._ranges,
         )  # fmt: skip
         return Launch(lists_kernel(of.range_rows, of.places), (tokens, 1, 1), params)
@@ -125,14 +150,14 @@ class RowSums:
         of, gradient = self._of, self._gradient
         if gradient is None or of.rows == 0:
             return []
-        last = first + tokens >= of.indices.shape[0]
+        last = first + tokens >= of.tokens
         given = gradient.ptr, gradient.strides[0]
         between = given if self._total is None else (self._total.ptr, gradient.shape[-1])
         total = between if first > 0 or self._accumulate else (0, 0)
         to = given if last else between
         params = ROWS(
             contributions=self.contributions.ptr, rows=self.rows.ptr, starts=self._starts.ptr, total=total[0],
-            out=to[0], total_stride=total[1], out_stride=to[1], queries=tokens, topk=of.indices.shape[1],
+            out=to[0], total_stride=total[1], out_stride=to[1], queries=tokens, topk=of.topk,
             blocks=self._blocks, ranges=self._ranges, s_kv=of.rows, wide=int(not last or gradient.dtype == FLOAT32),
             aligned=int(gradient.aligned(2 * gradient.dtype.itemsize)),
         )  # fmt: skip

@@ -185,6 +185,14 @@ def _width_of(paged: Any) -> int:
     return next(layout.d_qk for layout in known if layout.last_axis == paged.shape[-1])
 
 
+LOSS_RESULTS = (
+    Result("loss", lambda **_: (), FLOAT32),
+    Result("dq_index", lambda q_index, **_: q_index.shape, BFLOAT16, "", "", "gradients", "gradient_dtype"),
+    Result("dk_index", lambda k_index, **_: k_index.shape, BFLOAT16, "", "", "gradients", "gradient_dtype"),
+    Result("dw", lambda w, **_: w.shape, FLOAT32, unless="gradients"),
+)
+
+
 # --- the table ------------------------------------------------------------------------------------------------
 
 TABLE = (
@@ -216,16 +224,20 @@ TABLE = (
         exact=False,
     ),
     Operation(
-        training.indexer_loss,
-        examples.loss_calls,
-        results=(
-            Result("loss", lambda **_: (), FLOAT32),
-            Result("dq_index", lambda q_index, **_: q_index.shape, BFLOAT16, "", "", "gradients", "gradient_dtype"),
-            Result("dk_index", lambda k_index, **_: k_index.shape, BFLOAT16, "", "", "gradients", "gradient_dtype"),
-            Result("dw", lambda w, **_: w.shape, FLOAT32, unless="gradients"),
-        ),
+        training.dense_attention_target,
+        examples.dense_target_calls,
+        results=(Result("out", lambda q, kv, **_: (q.shape[0], kv.shape[0]), FLOAT32),),
         exact=False,
-        of_largest=0.01,
+    ),
+    Operation(
+        training.dense_lse,
+        examples.dense_lse_calls,
+        results=(Result("out", lambda q, **_: q.shape[:2], FLOAT32),),
+        exact=False,
+    ),
+    Operation(training.indexer_loss, examples.loss_calls, results=LOSS_RESULTS, exact=False, of_largest=0.01),
+    Operation(
+        training.dense_indexer_loss, examples.dense_loss_calls, results=LOSS_RESULTS, exact=False, of_largest=0.01
     ),
     Operation(
         attention.sparse_decode,

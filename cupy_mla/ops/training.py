@@ -1,4 +1,5 @@
-"""What the lightning indexer learns from: `attention_target` and `indexer_loss`.
+"""What the lightning indexer learns from: `attention_target` and `indexer_loss` over index lists, and the same over
+ranges of rows, for its warm-up.
 
 Source: DeepSeek-V3.2 (DeepSeek Sparse Attention, section 2.1): the indexer's scores, as a distribution over the keys,
 are drawn to where the attention's heads look.
@@ -6,13 +7,15 @@ are drawn to where the attention's heads look.
 
 from __future__ import annotations
 
+from typing import Any
+
 from .. import arrays
 from ..arguments import IndexerLoss, Target
-from ..bridges import bind
+from ..bridges import Place, bind
 from ..calls.operation import differentiable, operation
 from ..checks.options import require_bool, require_choice, require_integer, require_scale
 from ..checks.validate import require_heads
-from ..checks.values import check_lists
+from ..checks.values import check_lists, check_ranges
 from ..cuda import training as cuda
 from ..dtypes import BFLOAT16, BOOL, FLOAT32, INT32
 from ..reference import training as reference
@@ -21,7 +24,7 @@ from .attention import HEAD_DIMS
 from .backward import DTYPES, MAX_WORKSPACE_BYTES, MOST_BYTES, dtype_of
 from .logits import D
 
-__all__ = ["attention_target", "indexer_loss"]
+__all__ = ["attention_target", "dense_attention_target", "dense_indexer_loss", "dense_lse", "indexer_loss"]
 
 
 @operation
@@ -68,23 +71,99 @@ def attention_target(
     """
     place, (q_, kv_, idx, lse_) = bind(q=q, kv=kv, indices=indices, lse=lse)
     sink, length, out_ = place.optional(attn_sink=attn_sink, topk_length=topk_length, out=out)
-    scale = require_scale("sm_scale", sm_scale)
-    s_q, h_q, d_qk = q_.require(BFLOAT16, "s_q", "h_q", HEAD_DIMS).shape
-    require_heads(h_q)
-    s_kv = kv_.require(BFLOAT16, "s_kv", 1, d_qk).shape[0]
-    topk = idx.require(INT32, s_q, 1, "topk").without_axis(1).shape[1]
-    lse_.require(FLOAT32, s_q, h_q)
-    if sink is not None:
-        sink.require(FLOAT32, h_q)
-    if length is not None:
-        length.require(INT32, s_q)
-    if arrays.CHECK_VALUES:
-        check_lists(idx, s_kv, length)
-    kv_.without_axis(1)
-    out_ = place.output("out", out_, (s_q, topk), FLOAT32)
-    arguments = Target(q_, kv_, idx, lse_, scale, sink, length, out_)
+    arguments = Target(q_, kv_, sm_scale, lse_, sink, idx, length, None, None, out_)
+    tokens, _, rows = _require_attention(arguments)
+    topk = _require_lists(idx, tokens, rows, length)
+    arguments = _squeezed(arguments, place.output("out", out_, (tokens, topk), FLOAT32))
     place.call(cuda.attention_target, reference.attention_target, arguments)
-    return out_.obj
+    return arguments.out.obj
+
+
+@operation
+def dense_attention_target(
+    q: A,
+    kv: AnyArray,
+    lse: AnyArray,
+    sm_scale: float,
+    starts: AnyArray,
+    ends: AnyArray,
+    *,
+    attn_sink: AnyArray | None = None,
+    out: A | None = None,
+) -> A:
+    """`attention_target` over ranges of rows: where the heads of a query token look in dense attention.
+
+    For each query token i, over the rows j from `starts[i]` up to `ends[i]`, without that::
+
+        out[j] = sum_h sigma[h] * exp(sm_scale * dot(q[h], kv[j]) - lse[h])
+        sigma[h] = 1 / (1 + exp(attn_sink[h] - lse[h]))        1 without a sink
+
+    It has a number for every token and row. Of a long sequence take some tokens at a time, and their
+    `dense_indexer_loss`.
+
+    Args:
+        q: [M, h_q, d_qk] bfloat16, query tokens; d_qk is 576 or 512.
+        kv: [N, 1, d_qk] bfloat16, rows.
+        lse: [M, h_q] float32, of the dense attention, as `dense_lse` has it.
+        sm_scale: factor on dot products.
+        starts, ends: [M] int32 rows that a token looks at; in a sequence from row `a` on, `a` and its own row + 1.
+        attn_sink: [h_q] float32, to have what the sinks take away left out of the weights; mostly they stay whole.
+        out: [M, N] float32, written in place when given.
+
+    Returns:
+        [M, N] float32, 0 outside of the range.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> q, kv = np.zeros((3, 2, 576), bfloat16), np.ones((3, 1, 576), bfloat16)
+        >>> starts, ends = np.array([0, 0, 1], np.int32), np.array([1, 2, 3], np.int32)  # row 1 begins a sequence
+        >>> lse = cupy_mla.dense_lse(q, kv, 192**-0.5, starts, ends)
+        >>> cupy_mla.dense_attention_target(q, kv, lse, 192**-0.5, starts, ends).round(3).tolist()
+        [[2.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
+    """
+    place, (q_, kv_, lse_, first, end) = bind(q=q, kv=kv, lse=lse, starts=starts, ends=ends)
+    sink, out_ = place.optional(attn_sink=attn_sink, out=out)
+    arguments = Target(q_, kv_, sm_scale, lse_, sink, None, None, first, end, out_)
+    tokens, _, rows = _require_attention(arguments)
+    _require_ranges(first, end, tokens, rows)
+    arguments = _squeezed(arguments, place.output("out", out_, (tokens, rows), FLOAT32))
+    place.call(cuda.attention_target, reference.attention_target, arguments)
+    return arguments.out.obj
+
+
+@operation
+def dense_lse(q: A, kv: AnyArray, sm_scale: float, starts: AnyArray, ends: AnyArray, *, out: A | None = None) -> A:
+    """lse of dense attention over ranges of rows, for `dense_attention_target` where the attention's own kernel does
+    not return it.
+
+    Args:
+        q, kv, sm_scale, starts, ends: as `dense_attention_target` takes them.
+        out: [M, h_q] float32, written in place when given.
+
+    Returns:
+        [M, h_q] float32 natural logarithm of the sum of exponentials, +inf of an empty range.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> q, kv = np.zeros((2, 1, 576), bfloat16), np.ones((3, 1, 576), bfloat16)
+        >>> starts, ends = np.array([0, 2], np.int32), np.array([3, 2], np.int32)
+        >>> np.exp(cupy_mla.dense_lse(q, kv, 192**-0.5, starts, ends)).round(3).tolist()  # of three rows, and none
+        [[3.0], [inf]]
+    """
+    place, (q_, kv_, first, end) = bind(q=q, kv=kv, starts=starts, ends=ends)
+    (out_,) = place.optional(out=out)
+    arguments = Target(q_, kv_, sm_scale, None, None, None, None, first, end, out_)
+    tokens, heads, rows = _require_attention(arguments)
+    _require_ranges(first, end, tokens, rows)
+    arguments = _squeezed(arguments, place.output("out", out_, (tokens, heads), FLOAT32))
+    place.call(cuda.dense_lse, reference.dense_lse, arguments)
+    return arguments.out.obj
 
 
 @operation
@@ -178,37 +257,151 @@ def indexer_loss(
     length, counted_, dq, dk, dw_ = place.optional(
         topk_length=topk_length, counted=counted, dq_index=dq_index, dk_index=dk_index, dw=dw
     )
-    coeff = require_scale("loss_coeff", loss_coeff)
-    per_token, relu = require_bool("per_token", per_token), require_bool("relu", relu)
-    gradients, accumulate = require_bool("gradients", gradients), require_bool("accumulate", accumulate)
-    require_choice("gradient_dtype", gradient_dtype, DTYPES)
-    max_workspace_bytes = require_integer("max_workspace_bytes", max_workspace_bytes, 1, MOST_BYTES)
-    tokens, heads, _ = q.require(BFLOAT16, "T", "H", D).shape
-    require_heads(heads, "q_index")
-    keys = k.require(BFLOAT16, "N", D).shape[0]
-    w_.require(FLOAT32, tokens, heads)
-    topk = idx.require(INT32, tokens, 1, "topk").without_axis(1).shape[1]
-    target_.require(FLOAT32, tokens, topk)
+    arguments = IndexerLoss(
+        q, k, w_, target_, idx, length, None, None, loss_coeff, counted_, per_token, relu, gradients, accumulate,
+        max_workspace_bytes, None, dq, dk, dw_,
+    )  # fmt: skip
+    tokens, keys = _require_indexer(arguments)
+    return _loss(place, arguments, _require_lists(idx, tokens, keys, length), gradient_dtype)
+
+
+@operation
+@differentiable("dq_index", "dk_index", "dw")
+def dense_indexer_loss(
+    q_index: A,
+    k_index: AnyArray,
+    w: AnyArray,
+    target: AnyArray,
+    starts: AnyArray,
+    ends: AnyArray,
+    *,
+    loss_coeff: float = 1.0,
+    counted: AnyArray | None = None,
+    per_token: bool = False,
+    relu: bool = True,
+    gradients: bool = True,
+    gradient_dtype: GradientDtype = "bfloat16",
+    accumulate: bool = False,
+    max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+    dq_index: A | None = None,
+    dk_index: A | None = None,
+    dw: A | None = None,
+) -> tuple[A, A | None, A | None, A | None]:
+    """`indexer_loss` over ranges of keys, for the warm-up beside dense attention: the same formulas, over the keys from
+    `starts[i]` up to `ends[i]`, without that, in the place of a list.
+
+    Parts of a long sequence come one after the other, as `target` has a number for every token and key: with
+    `per_token` and, for dk_index, `accumulate`. `cupy_mla.integrations.training.warmup_loss` does so.
+
+    Args:
+        q_index: [T, H, 128] bfloat16, the indexer's queries, 1 to 128 heads.
+        k_index: [N, 128] bfloat16, its keys.
+        w: [T, H] float32, the heads' weights with all factors, as `indexer_logits` takes them.
+        target: [T, N] float32, of `dense_attention_target`; nothing is read outside of the ranges.
+        starts, ends: [T] int32 keys that a token scores.
+        loss_coeff, counted, per_token, relu, gradients, gradient_dtype, accumulate: as in `indexer_loss`.
+        max_workspace_bytes: most memory beside the results, on a GPU; more query tokens are worked on in chunks, of
+            one token at least. A token takes about `N * (268 + H / 8)` bytes.
+        dq_index: [T, H, 128] bfloat16 or float32, written in place when given.
+        dk_index: [N, 128] bfloat16 or float32, written in place when given.
+        dw: [T, H] float32, written in place when given.
+
+    Returns:
+        the loss, float32 of shape [], and the gradients dq_index, dk_index and dw [T, H] float32.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> q_index, k_index = np.ones((2, 2, 128), bfloat16), np.ones((3, 128), bfloat16)
+        >>> w, target = np.full((2, 2), 0.01, np.float32), np.array([[1, 0, 0], [1, 3, 0]], np.float32)
+        >>> starts, ends = np.array([0, 0], np.int32), np.array([1, 2], np.int32)
+        >>> loss, dq_index, dk_index, dw = cupy_mla.dense_indexer_loss(q_index, k_index, w, target, starts, ends)
+        >>> f"{float(loss):.3f}"  # of 3/4 and 1/4 from 1/2 and 1/2, divided by two tokens
+        '0.065'
+    """
+    place, (q, k, w_, target_, first, end) = bind(
+        q_index=q_index, k_index=k_index, w=w, target=target, starts=starts, ends=ends
+    )
+    counted_, dq, dk, dw_ = place.optional(counted=counted, dq_index=dq_index, dk_index=dk_index, dw=dw)
+    arguments = IndexerLoss(
+        q, k, w_, target_, None, None, first, end, loss_coeff, counted_, per_token, relu, gradients, accumulate,
+        max_workspace_bytes, None, dq, dk, dw_,
+    )  # fmt: skip
+    tokens, keys = _require_indexer(arguments)
+    _require_ranges(first, end, tokens, keys)
+    return _loss(place, arguments, keys, gradient_dtype)
+
+
+def _require_attention(a: Target) -> tuple[int, int, int]:
+    """Check queries, rows and lse; returns how many query tokens, heads and rows there are."""
+    tokens, heads, d_qk = a.q.require(BFLOAT16, "s_q", "h_q", HEAD_DIMS).shape
+    require_heads(heads)
+    rows = a.kv.require(BFLOAT16, "s_kv", 1, d_qk).shape[0]
+    if a.lse is not None:
+        a.lse.require(FLOAT32, tokens, heads)
+    if a.sink is not None:
+        a.sink.require(FLOAT32, heads)
+    return tokens, heads, rows
+
+
+def _squeezed(a: Target, out: arrays.Array) -> Target:
+    """The arguments as the twins take them."""
+    a.kv.without_axis(1)
+    return a._replace(sm_scale=require_scale("sm_scale", a.sm_scale), out=out)
+
+
+def _require_lists(indices: arrays.Array, tokens: int, rows: int, length: arrays.Array | None) -> int:
+    """Check index lists, and drop their axis of KV heads; returns how many entries they have."""
+    topk = indices.require(INT32, tokens, 1, "topk").without_axis(1).shape[1]
     if length is not None:
         length.require(INT32, tokens)
-    if counted_ is not None:
-        counted_.require(BOOL, tokens)
-    if not gradients and not (dq is dk is dw_ is None and not accumulate):
+    if arrays.CHECK_VALUES:
+        check_lists(indices, rows, length)
+    return topk
+
+
+def _require_ranges(starts: arrays.Array, ends: arrays.Array, tokens: int, rows: int) -> None:
+    starts.require(INT32, tokens)
+    ends.require(INT32, tokens)
+    if arrays.CHECK_VALUES:
+        check_ranges(starts, ends, rows)
+
+
+def _require_indexer(a: IndexerLoss) -> tuple[int, int]:
+    """Check queries, keys and weights; returns how many tokens and keys there are."""
+    tokens, heads, _ = a.q_index.require(BFLOAT16, "T", "H", D).shape
+    require_heads(heads, "q_index")
+    a.w.require(FLOAT32, tokens, heads)
+    return tokens, a.k_index.require(BFLOAT16, "N", D).shape[0]
+
+
+def _loss(place: Place, a: IndexerLoss, width: int, gradient_dtype: GradientDtype) -> tuple[Any, Any, Any, Any]:
+    """Check the other arguments of a loss over lists or ranges of so many entries, and compute it."""
+    (tokens, heads, _), keys = a.q_index.shape, a.k_index.shape[0]
+    for name in ("per_token", "relu", "gradients", "accumulate"):
+        require_bool(name, getattr(a, name))
+    require_choice("gradient_dtype", gradient_dtype, DTYPES)
+    a.target.require(FLOAT32, tokens, width)
+    if a.counted is not None:
+        a.counted.require(BOOL, tokens)
+    dq, dk, dw = a.dq_index, a.dk_index, a.dw
+    if not a.gradients and not (dq is dk is dw is None and not a.accumulate):
         raise ValueError("gradients: dq_index, dk_index, dw and accumulate go with them, got False")
-    if accumulate:
+    if a.accumulate:
         if dk is None:
             raise ValueError("accumulate: dk_index, to which is added, must be given")
         dk.require(FLOAT32, keys, D)
-    if arrays.CHECK_VALUES:
-        check_lists(idx, keys, length)
     loss = place.new("loss", (), FLOAT32)
-    if gradients:
+    if a.gradients:
         dq = place.output("dq_index", dq, (tokens, heads, D), dtype_of(dq, gradient_dtype))
         dk = place.output("dk_index", dk, (keys, D), dtype_of(dk, gradient_dtype))
-        dw_ = place.output("dw", dw_, (tokens, heads), FLOAT32)
-    arguments = IndexerLoss(
-        q, k, w_, target_, idx, length, coeff, counted_, per_token, relu, gradients, accumulate, max_workspace_bytes,
-        loss, dq, dk, dw_,
+        dw = place.output("dw", dw, (tokens, heads), FLOAT32)
+    arguments = a._replace(
+        loss_coeff=require_scale("loss_coeff", a.loss_coeff), loss=loss, dq_index=dq, dk_index=dk, dw=dw,
+        max_workspace_bytes=require_integer("max_workspace_bytes", a.max_workspace_bytes, 1, MOST_BYTES),
     )  # fmt: skip
     place.call(cuda.indexer_loss, reference.indexer_loss, arguments)
-    return loss.obj, *(None if x is None else x.obj for x in (dq, dk, dw_))
+    dq, dk, dw = (None if x is None else x.obj for x in (dq, dk, dw))
+    return loss.obj, dq, dk, dw

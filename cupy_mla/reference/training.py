@@ -15,35 +15,49 @@ def attention_target(a: Target) -> None:
     """Attention summed over the heads; see `cupy_mla.attention_target`."""
     a.out[...] = 0
     for i in range(len(a.q)):
-        places = _places(a.indices[i], None if a.length is None else a.length[i], len(a.kv))
+        places, rows = _support(a, i, len(a.kv))
         if len(places):
-            q, rows, lse = a.q[i].astype(FLOAT32), a.kv[a.indices[i, places]].astype(FLOAT32), a.lse[i]
-            p = np.exp(np.float32(a.sm_scale) * (q @ rows.T) - lse[:, None])
+            p = np.exp(_logits(a, i, rows) - a.lse[i][:, None])
             if a.sink is not None:
-                p = p / (1 + np.exp(a.sink - lse))[:, None]
+                p = p / (1 + np.exp(a.sink - a.lse[i]))[:, None]
             a.out[i, places] = p.sum(axis=0)
+
+
+@np.errstate(all="ignore")
+def dense_lse(a: Target) -> None:
+    """lse over a range of rows; see `cupy_mla.dense_lse`."""
+    for i in range(len(a.q)):
+        _, rows = _support(a, i, len(a.kv))
+        if len(rows) == 0:
+            a.out[i] = np.inf
+            continue
+        logits = _logits(a, i, rows)
+        largest = logits.max(axis=1)
+        a.out[i] = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=1))
+
+
+def _logits(a: Target, i: int, rows: np.ndarray) -> np.ndarray:
+    """Of a query's heads [h, n] over these rows."""
+    return np.float32(a.sm_scale) * (a.q[i].astype(FLOAT32) @ a.kv[rows].astype(FLOAT32).T)
 
 
 @np.errstate(all="ignore")
 def indexer_loss(a: IndexerLoss) -> None:
     """The loss and its gradients; see `cupy_mla.indexer_loss`."""
-    supports = [
-        _places(a.indices[i], None if a.length is None else a.length[i], len(a.k_index))
-        if a.counted is None or a.counted[i]
-        else np.zeros(0, np.int64)
-        for i in range(len(a.q_index))
-    ]
-    g = a.loss_coeff if a.per_token else a.loss_coeff / max(sum(len(places) > 0 for places in supports), 1)
+    tokens, keys = len(a.q_index), len(a.k_index)
+    counted = [a.counted is None or bool(a.counted[i]) for i in range(tokens)]
+    count = sum(counted[i] and len(_support(a, i, keys)[0]) > 0 for i in range(tokens))
+    g = a.loss_coeff if a.per_token else a.loss_coeff / max(count, 1)
     loss = np.float32(0)
     dk = np.zeros(a.k_index.shape, FLOAT32)
     if a.accumulate:
         dk += a.dk_index
-    for i, places in enumerate(supports):
+    for i in range(tokens):
         if a.gradients:
             a.dq_index[i], a.dw[i] = 0, 0
-        if len(places) == 0:
+        places, entries = _support(a, i, keys)
+        if len(places) == 0 or not counted[i]:
             continue
-        entries = a.indices[i, places]
         q, rows = a.q_index[i].astype(FLOAT32), a.k_index[entries].astype(FLOAT32)
         kl, d_scores, z = _divergence(a, q @ rows.T, i, places)
         loss += kl
@@ -70,8 +84,13 @@ def _divergence(a: IndexerLoss, z: np.ndarray, i: int, places: np.ndarray) -> tu
     return kl, np.exp(log_pred) - target, z
 
 
-def _places(entries: np.ndarray, length: int | None, rows: int) -> np.ndarray:
-    """Where in a query's list valid entries stand."""
-    if length is not None:
-        entries = entries[: max(int(length), 0)]
-    return np.flatnonzero((entries >= 0) & (entries < rows))
+def _support(a: Target | IndexerLoss, i: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where in a query's list or range valid entries stand, and the rows that they name."""
+    if a.indices is None:
+        places = np.arange(max(int(a.starts[i]), 0), min(int(a.ends[i]), rows))
+        return places, places
+    entries = a.indices[i]
+    if a.length is not None:
+        entries = entries[: max(int(a.length[i]), 0)]
+    places = np.flatnonzero((entries >= 0) & (entries < rows))
+    return places, entries[places]

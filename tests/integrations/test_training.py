@@ -92,7 +92,7 @@ def test_what_has_no_gradient(kind, rng):
         cupy_mla.indexer_loss(**given, dw=torch.empty_like(given["w"]))
     loss, *nothing = cupy_mla.indexer_loss(**given, gradients=False)
     assert nothing == [None, None, None]
-    with pytest.raises(RuntimeError, match=r"^cupy_mla\.indexer_loss was called with gradients=False"):
+    with pytest.raises(RuntimeError, match=r"^gradients=False: the indexer's loss"):
         loss.backward()
 
 
@@ -127,6 +127,31 @@ def test_a_layer(kind, rng):
             *learned, target, lists, topk_length=length, counted=counted, loss_coeff=0.5
         )  # fmt: skip
     assert torch.equal(again[0], loss)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_warm_up(kind, rng, per_token):
+    """In parts, over packed sequences: the loss of all at once, and its gradients; of lse that is given, too."""
+    tokens, packed = 23, np.array([0] * 9 + [9] * 14, np.int32)
+    a, b = inputs(rng, tokens, 4, tokens, 5), backward.inputs(rng, tokens, 12, 576, tokens, 5, size=1.0)
+    given = arguments(kind, a._replace(k=np.nan_to_num(a.k.astype(np.float32)).astype(a.k.dtype)))
+    learned = [given[name] for name in ("q_index", "k_index", "w")]
+    q, kv = kind.put(b.q), kind.put(np.nan_to_num(b.kv.astype(np.float32)).astype(b.kv.dtype))
+    starts, ends = kind.put(packed), kind.put(np.arange(1, tokens + 1, dtype=np.int32))
+    counted = kind.put(np.arange(tokens) != 4)
+    of = {"counted": counted, "per_token": per_token, "loss_coeff": 0.5}
+    lse = cupy_mla.dense_lse(q, kv, 0.1, starts, ends)
+    target = cupy_mla.dense_attention_target(q, kv, lse, 0.1, starts, ends)
+    loss, *_ = cupy_mla.dense_indexer_loss(*learned, target, starts, ends, **of)
+    want = torch.autograd.grad(2 * loss, learned)
+    for target_bytes, more in ((1 << 20, {}), (4 * tokens * 5, {"lse": lse})):
+        got = training.warmup_loss(
+            *learned, q.requires_grad_(), kv, 0.1, starts, ends, target_bytes=target_bytes, **of, **more
+        )  # fmt: skip
+        assert torch.allclose(got, loss, rtol=1e-5)
+        for x, y in zip(torch.autograd.grad(2 * got, learned), want, strict=True):
+            assert x.dtype == y.dtype
+            assert (x.double() - y.double()).norm() < 0.01 * y.double().norm()
 
 
 RANK = """

@@ -14,7 +14,18 @@ from ..backward import FLOAT32, bits
 from ..cases import sinks
 from ..kinds import BF16, NumPy, make
 from ..oracle_training import Loss
-from ..training import GRADIENTS, check, check_bits_whatever, check_loss, check_target, inputs, run, with_everything
+from ..training import (
+    GRADIENTS,
+    check,
+    check_bits_whatever,
+    check_dense,
+    check_loss,
+    check_target,
+    inputs,
+    over_ranges,
+    run,
+    with_everything,
+)
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -168,6 +179,31 @@ def test_target(kind, rng, h_q, d_qk, gap):
     check_target(kind, a._replace(length=length, sink=sinks(rng, h_q)), gap)
 
 
+# --- over ranges of rows ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("h_q", "d_qk", "gap"), [(1, 576, 0), (40, 512, 3), (100, 576, 0)])
+def test_dense_attention(kind, rng, h_q, d_qk, gap):
+    check_dense(kind, rng, h_q, d_qk, gap)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "keys", "gaps"), [(1, 1, 1, None), (6, 20, 90, (1, 2, 8)), (3, 128, 200, None)]
+)
+def test_dense_loss(kind, rng, tokens, heads, keys, gaps):
+    check(kind, over_ranges(rng, with_everything(rng, inputs(rng, tokens, heads, keys, 5))), gaps=gaps)
+
+
+def test_ranges_are_lists(kind, rng):
+    """Over the same keys both losses are the same, to the bit."""
+    a = over_ranges(rng, inputs(rng, 6, 9, 70, 5, counted=np.arange(6) != 3))
+    lists = np.full((6, 70), -1, np.int32)
+    for i in range(6):
+        lists[i, a.support(i)] = a.support(i)
+    got, want = (bits(kind, run(kind, x)) for x in (a, a._replace(ranges=None, indices=lists)))
+    assert got == want
+
+
 # --- errors -----------------------------------------------------------------------------------------------------
 
 
@@ -202,3 +238,8 @@ def test_checks_of_values(rng, checked):
         cupy_mla.indexer_loss(**arguments(a))
     with pytest.raises(IndexError, match=r"^indices"):
         cupy_mla.attention_target(b.q, b.kv, lists, lse, 0.1)
+    starts, ends = np.zeros(2, np.int32), np.array([3, 11], np.int32)
+    with pytest.raises(IndexError, match=r"^ends"):
+        cupy_mla.dense_lse(b.q, b.kv, 0.1, starts, ends)
+    with pytest.raises(IndexError, match=r"^ends"):
+        cupy_mla.dense_indexer_loss(a.q, a.k, a.w, np.zeros((2, 10), np.float32), starts, ends)
