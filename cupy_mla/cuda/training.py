@@ -45,6 +45,7 @@ SUM = Struct("LossSumParams", divergences=POINTER, number=POINTER, out=POINTER, 
 
 WIDTHS, D = (576, 512), 128  # of rows, of the indexer's keys
 TARGET_HEADS, LOSS_HEADS = (16, 32, 64), (16, 32, 64, 128)  # of a CTA: the fewest that hold all, or the most
+SPILL_BYTES = 24  # of `attention_target` over rows of 512 on sm_100 and sm_120, whose 128 registers make two CTAs an SM
 RANGE_KEYS = 8  # whose gradients a CTA adds up
 TILE_KEYS = 64  # of `indexer_loss`
 WARPS = 8  # of `loss_tokens`, a token each
@@ -53,7 +54,8 @@ WARPS = 8  # of `loss_tokens`, a token each
 @cache
 def target_kernel(d_qk: int, heads: int) -> Kernel:
     """The kernel for one width of rows, and so many heads at a time."""
-    return Kernel("attention/attention_target.cu", TARGET, {"D_QK": d_qk, "HEADS": heads})
+    spills = SPILL_BYTES if (d_qk, heads) == (512, 64) else 0
+    return Kernel("attention/attention_target.cu", TARGET, {"D_QK": d_qk, "HEADS": heads}, spill_bytes=spills)
 
 
 @cache

@@ -60,7 +60,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     attention_target(const __grid_constant__ AttentionTargetParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mine = lane % 4 * 8 + lane / 4;
     const Entries entries = Entries::of_cta(p);
-    float* out = p.out + blockIdx.x * p.out_token;
 #pragma unroll 1
     for (int head = 0; head < p.h_q; head += HEADS) {
         __syncthreads();  // all have read the heads before
@@ -78,8 +77,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 sum = sum_of_heads(p, s);
             }
             if (entry >= p.topk) continue;
-            if (entries.row(p, entry) == nullptr) sum = 0.0f;
-            out[entry] = head == 0 ? sum : out[entry] + sum;
+            float* out = p.out + blockIdx.x * p.out_token + entry;
+            if (entries.row(p, entry) < 0) sum = 0.0f;
+            *out = head == 0 ? sum : *out + sum;
         }
     }
 }

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_lse(const __grid_con
 #pragma unroll
                 for (int x = 0; x < 4; ++x) {
                     float& logit = s[x / 2][j][2 * (x % 2) + k];
-                    logit = rows[x] == nullptr ? -INF : logit * p.scale_log2;
+                    logit = rows[x] < 0 ? -INF : logit * p.scale_log2;
                     most = fmaxf(most, logit);
                 }
                 const float base = most == -INF ? 0.0f : most;

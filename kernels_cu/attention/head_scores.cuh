@@ -32,19 +32,17 @@ extern __shared__ __align__(128) uint8_t shared[];
 
 // The entries of the CTA's token.
 struct Entries {
-    const int32_t* list;
     int start, end;
 
     static __device__ __forceinline__ Entries of_cta(const HeadScoresParams& p) {
         const int token = blockIdx.x, end = p.ends == nullptr ? p.topk : min(p.ends[token], p.topk);
-        return {p.indices == nullptr ? nullptr : p.indices + token * p.index_stride,
-                p.starts == nullptr ? 0 : max(p.starts[token], 0), end};
+        return {p.starts == nullptr ? 0 : max(p.starts[token], 0), end};
     }
-    // The row that an entry names, or null.
-    __device__ __forceinline__ const bf16* row(const HeadScoresParams& p, int entry) const {
-        if (entry < start || entry >= end) return nullptr;
-        const int row = list == nullptr ? entry : list[entry];
-        return uint32_t(row) < uint32_t(p.s_kv) ? p.kv + row * p.kv_row : nullptr;
+    // The row that an entry names, or a negative number.
+    __device__ __forceinline__ int row(const HeadScoresParams& p, int entry) const {
+        if (entry < start || entry >= end) return -1;
+        const int row = p.indices == nullptr ? entry : p.indices[blockIdx.x * p.index_stride + entry];
+        return row < p.s_kv ? row : -1;
     }
 };
 
@@ -58,8 +56,8 @@ __device__ __forceinline__ void bring_heads(const HeadScoresParams& p, int first
     }
 }
 
-// A lane's rows: entries g + 8 x of the warp's 32.
-using Rows = const bf16* [4];
+// A lane's rows: entries g + 8 x of the warp's 32; as numbers, which take fewer registers than addresses.
+using Rows = int[4];
 
 // Finds them, from entry `first` on; returns whether the warp has one at all.
 __device__ __forceinline__ bool find_rows(const HeadScoresParams& p, const Entries& entries, int first, Rows& rows) {
@@ -67,7 +65,7 @@ __device__ __forceinline__ bool find_rows(const HeadScoresParams& p, const Entri
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
         rows[x] = entries.row(p, first + 8 * x + threadIdx.x % 32 / 4);
-        some |= rows[x] != nullptr;
+        some |= rows[x] >= 0;
     }
     return __ballot_sync(~0u, some) != 0;
 }
@@ -87,7 +85,8 @@ __device__ __forceinline__ void multiply(const HeadScoresParams& p, const Rows& 
     const auto load = [&](int piece) {
 #pragma unroll
         for (int x = 0; x < 4; ++x)
-            next[x] = rows[x] == nullptr ? Vec16{} : load_chunk(rows[x] + 32 * piece + CHUNK * t, p.aligned);
+            next[x] =
+                rows[x] < 0 ? Vec16{} : load_chunk(p.kv + rows[x] * p.kv_row + (32 * piece + CHUNK * t), p.aligned);
     };
     load(0);
 #pragma unroll 1
@@ -96,11 +95,10 @@ __device__ __forceinline__ void multiply(const HeadScoresParams& p, const Rows& 
 #pragma unroll
         for (int x = 0; x < 4; ++x) a[x] = next[x];
         if (piece + 1 < PIECES) load(piece + 1);
+        const uint32_t heads = shared_address(shared) + g * QK_BYTES + swizzle_pairs(g, 4 * piece + t);
 #pragma unroll
         for (int j = 0; j < N_TILES; ++j) {
-            const int line = 8 * j + g;
-            const Vec16 b =
-                load_shared_16(shared_address(shared) + line * QK_BYTES + swizzle_pairs(line, 4 * piece + t));
+            const Vec16 b = load_shared_16(heads + 8 * j * QK_BYTES);  // of head 8 j + g
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
                 const Vec16 &low = a[2 * m], &high = a[2 * m + 1];
