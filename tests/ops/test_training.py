@@ -132,6 +132,11 @@ def check_no_tokens_and_no_keys(kind: NumPy, rng: np.random.Generator) -> None:
     assert (float(kind.take(loss)), dk.shape[0]) == (0, 0)
     assert not kind.take(dq).any()
     assert not kind.take(dw).any()
+    lists = a._replace(target=a.target[:, :0], indices=a.indices[:, :0])
+    ranges = a._replace(target=a.target[:, :0], k=a.k[:0], indices=None, ranges=np.zeros((2, 2), np.int32))
+    for empty in (lists, ranges):
+        loss, *got = run(kind, empty)
+        assert [float(kind.take(loss)), *(kind.take(x).any() for x in got)] == [0, False, False, False]
     a = inputs(rng, 3, 64, 50, 40)
     loss, *nothing = run(kind, a, gradients=False)
     check_loss(kind, loss, a)
