@@ -97,7 +97,6 @@ class RowSums:
     Attributes:
         step: tokens of a chunk.
         contributions, rows, places, counts: of a chunk; there are places only where they are asked for.
-        passes: of the sort.
     """
 
     def __init__(
@@ -107,7 +106,8 @@ class RowSums:
         self._of, self._gradient, self._accumulate, self._blocks = of, gradient, accumulate, blocks
         self._ranges = ceil_div(of.rows, of.range_rows)
         width = 0 if gradient is None else gradient.shape[-1]
-        of_token = bytes_of_token + topk * (blocks * width * BFLOAT16.itemsize + (16 if of.places else 8))
+        of_entry = 16 if of.places and of.indices is not None else 8  # lists, and what they are sorted by turns into
+        of_token = bytes_of_token + topk * (blocks * width * BFLOAT16.itemsize + of_entry)
         of_token += 4 * (self._ranges + 2)
         self._total: Slot | None = None  # float32 sums between chunks, where the gradient does not hold them
         if gradient is not None and max_bytes < tokens * of_token and gradient.dtype != FLOAT32:

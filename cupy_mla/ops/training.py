@@ -231,7 +231,7 @@ def indexer_loss(
         gradient_dtype: of dq_index and dk_index that are allocated. Arrays that are given may have either dtype.
         accumulate: add to what `dk_index` holds, which must be given and float32: for parts of a batch.
         max_workspace_bytes: most memory beside the results, on a GPU; more query tokens are worked on in chunks, of
-            one token at least. A token takes about `topk * (276 + H / 8)` bytes.
+            one token at least. A token takes about `topk * (276 + H / 8) + N / 2` bytes.
         dq_index: [T, H, 128] bfloat16 or float32, written in place when given.
         dk_index: [N, 128] bfloat16 or float32, written in place when given.
         dw: [T, H] float32, written in place when given.

@@ -154,6 +154,28 @@ def test_warm_up(kind, rng, per_token):
             assert (x.double() - y.double()).norm() < 0.01 * y.double().norm()
 
 
+def test_compiled_whole(kind, rng):
+    """A layer and its warm-up without a graph break, to the bits of eager calls."""
+    tokens = 9
+    a, b = inputs(rng, tokens, 4, tokens, 5), backward.inputs(rng, tokens, 12, 576, tokens, 5, size=1.0)
+    given = arguments(kind, a._replace(k=np.nan_to_num(a.k.astype(np.float32)).astype(a.k.dtype)))
+    learned = [given[name] for name in ("q_index", "k_index", "w")]
+    q, lists = kind.put(b.q).requires_grad_(), kind.put(b.indices)
+    kv = kind.put(np.nan_to_num(b.kv.astype(np.float32)).astype(b.kv.dtype))
+    starts, ends = kind.put(np.zeros(tokens, np.int32)), kind.put(np.arange(1, tokens + 1, dtype=np.int32))
+
+    def layer(q: Any, *learned: Any) -> Any:
+        out, _, lse = cupy_mla.sparse_prefill(q, kv, lists, 0.1)
+        loss = training.sparse_indexer_loss(*learned, q, kv, lists, lse, 0.1)
+        warm = training.warmup_loss(*learned, q, kv, 0.1, starts, ends, target_bytes=4 * tokens * 5)
+        return training.attach_loss(out, loss, 2.0).float().square().sum() + warm
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    got, want = (torch.autograd.grad(f(q, *learned), (q, *learned)) for f in (compiled, layer))
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert all(x.abs().max() > 0 for x in got)
+
+
 RANK = """
 import sys
 import torch, torch.distributed as dist
