@@ -11,6 +11,7 @@ from .emulator import needs_compiler
 pytestmark = needs_compiler
 
 
+@pytest.mark.long(sample=6)
 @every_scale_format
 def test_caches(kind, emulated, rng, fmt, scale_format):
     of_operation.test_rows_are_packed(kind, rng, fmt, scale_format)
@@ -28,6 +29,7 @@ def test_every_bf16_value(kind, emulated, rng, fmt, scale_format):
     assert {"pack", "unpack"} <= set(emulated.launched)
 
 
+@pytest.mark.long(sample=4)
 @every_attention
 def test_attention(kind, emulated, rng, fmt, h_q, num_splits):
     of_operation.test_sparse_decode(kind, rng, fmt, h_q, num_splits)
@@ -35,6 +37,7 @@ def test_attention(kind, emulated, rng, fmt, h_q, num_splits):
     assert "portable" in emulated.launched
 
 
+@pytest.mark.long(sample=1)
 @every_pair
 def test_extra_cache_of_another_layout(kind, emulated, rng, fmt, extra_fmt, h_q, num_splits):
     of_operation.test_extra_cache_of_another_layout(kind, rng, fmt, extra_fmt, h_q, num_splits)
