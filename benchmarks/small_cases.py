@@ -143,6 +143,21 @@ def backward_case(rng: np.random.Generator, h: int, dtype: str, d_qk: int = 576,
         compare(f"{name}, chunks", different, np.zeros(1, np.uint8))
 
 
+def training_case(rng: np.random.Generator, name: str) -> None:
+    """What the indexer learns from; the loss in one chunk and in several, which must give the same bits."""
+    operation = OPERATIONS[name]
+    for number, call in enumerate(operation.calls(rng, Wanted(strays=True))):
+        ours, expected = (operation.run(call, array) for array in (cupy.asarray, np.asarray))
+        for i, (result, reference) in enumerate(zip(ours, expected, strict=True)):
+            compare(f"{name} {number} {call.detail} {i}", result, reference, 5 * np.abs(reference).max(initial=1e-3))
+        if "loss" in name:
+            chunks = operation.run(call._replace(arguments=call.arguments | {"max_workspace_bytes": 1}), cupy.asarray)
+            different = [a.tobytes() != b.tobytes() for a, b in zip(ours, chunks, strict=True)]
+            compare(
+                f"{name} {number} {call.detail}, chunks", np.array(different, np.uint8), np.zeros(len(ours), np.uint8)
+            )
+
+
 @contextmanager
 def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
     """While it lasts, names of a module that choices depend on have other values."""
@@ -479,6 +494,8 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
         for kernel in (*shapes, "") if hopper and h > 32 else shapes:
             name = f"prefill_backward h {h} d_qk {d_qk} {kernel}".strip()
             yield name, partial(backward_case, h=h, dtype=dtype, d_qk=d_qk, kernel=kernel)
+    for name in ("attention_target", "dense_attention_target", "dense_lse", "indexer_loss", "dense_indexer_loss"):
+        yield f"{name.partition('_')[2]} of {name}", partial(training_case, name=name)
     for rows, width in ((200, 5000), (200, 20000), (900, 8000), (600, 17000), (3, 20000), (2, 200000), (100, 40000)):
         yield f"topk {rows} x {width}", partial(topk_case, rows=rows, width=width)
     tables = {"many": topk.MANY, "few": topk.FEW, "clusters": topk.CLUSTERS}

@@ -52,6 +52,7 @@ from .ops.pools import *
 from .ops.quant import *
 from .ops.swa import *
 from .ops.topk import *
+from .ops.training import *
 
 
 def _graph_operation(name: str) -> _Callable[..., _Any]:
@@ -124,6 +125,7 @@ __all__ += [
         _ops.quant,
         _ops.swa,
         _ops.topk,
+        _ops.training,
     )
     for name in module.__all__
 ]

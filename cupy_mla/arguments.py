@@ -346,3 +346,56 @@ class DenseDecode(NamedTuple):
     num_splits: int | None
     out: Operand
     lse: Operand
+
+
+class Target(NamedTuple):
+    """Of `attention_target`, `dense_attention_target` and `dense_lse`: shapes and dtypes are those of these functions,
+    but kv [s_kv, d_qk] and indices [s_q, topk].
+
+    Attributes:
+        lse: [s_q, h_q], or None: it is what is asked for.
+        indices, length, starts, ends: lists [s_q, topk], and their lengths [s_q] or None; or the ranges of rows [s_q].
+        sink: [h_q], or None.
+        out: is written.
+    """
+
+    q: Operand
+    kv: Operand
+    sm_scale: float
+    lse: Operand
+    sink: Operand
+    indices: Operand
+    length: Operand
+    starts: Operand
+    ends: Operand
+    out: Operand
+
+
+class IndexerLoss(NamedTuple):
+    """Of `indexer_loss` and `dense_indexer_loss`: shapes and dtypes are those of these, but indices [T, topk].
+
+    Attributes:
+        indices, length, starts, ends: lists [T, topk], and their lengths [T] or None; or the ranges of keys [T].
+        counted: [T], or None.
+        loss, dq_index, dk_index, dw: are written; the last three only with `gradients`, and None without.
+    """
+
+    q_index: Operand
+    k_index: Operand
+    w: Operand
+    target: Operand
+    indices: Operand
+    length: Operand
+    starts: Operand
+    ends: Operand
+    loss_coeff: float
+    counted: Operand
+    per_token: bool
+    relu: bool
+    gradients: bool
+    accumulate: bool
+    max_workspace_bytes: int
+    loss: Operand
+    dq_index: Operand
+    dk_index: Operand
+    dw: Operand

@@ -7,6 +7,9 @@ it, so attention has to find it. Several sequences are packed into one array of 
 Gradients of the first step are compared, then both models train, from the same weights and on the same tokens. Each
 step's gradients are deterministic: training again gives the same losses to the last digit.
 
+Then an indexer learns where the trained model's first layer looks, from all rows of a sequence: its loss goes down, and
+the few rows that it scores highest have more of the attention.
+
 Needs torch; runs on the GPU where there is one.
 
     python examples/07_training.py
@@ -25,6 +28,7 @@ try:
     from torch.nn import functional
 
     import cupy_mla
+    from cupy_mla.integrations.training import sparse_indexer_loss
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
 
@@ -35,6 +39,8 @@ SEQUENCES, LENGTH, LAG, TOPK = 6, 16, 2, 8
 STEPS, RATE = 40, 2e-3
 SCALE = (WIDTH // HEADS + ROPE) ** -0.5
 CLOSE, LEFT = 0.999, 0.2  # cosine of gradients at least; of the first loss what is left at most
+INDEX_HEADS, KEY = 4, 128  # of the indexer: heads, values of a key
+INDEX_STEPS, INDEX_RATE, CHOSEN = 60, 3e-3, 3
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
@@ -74,14 +80,18 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
         self.before, self.of_rows, self.behind = nn.LayerNorm(WIDTH), nn.LayerNorm(LATENT), nn.LayerNorm(WIDTH)
 
-    def forward(self, x: Tensor, positions: Tensor, lists: Tensor, attend: Attend) -> Tensor:
-        """x [T, WIDTH] to the same."""
+    def projected(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [T, HEADS, LATENT + ROPE] and rows [T, 1, LATENT + ROPE] of x [T, WIDTH]."""
         y = self.before(x)
         nope = torch.einsum("thc,hcl->thl", self.q(y).unflatten(-1, (HEADS, -1)), self.absorbed)
         rope = rotated(self.q_rope(y).unflatten(-1, (HEADS, ROPE)), positions)
         row_rope = rotated(self.row_rope(y)[:, None], positions)
         q, kv = torch.cat([nope, rope], -1), torch.cat([self.of_rows(self.row(y))[:, None], row_rope], -1)
-        latent = attend(q.bfloat16(), kv.bfloat16(), lists, SCALE).float()
+        return q.bfloat16(), kv.bfloat16()
+
+    def forward(self, x: Tensor, positions: Tensor, lists: Tensor, attend: Attend) -> Tensor:
+        """x [T, WIDTH] to the same."""
+        latent = attend(*self.projected(x, positions), lists, SCALE).float()
         x = x + self.out(torch.einsum("thl,hlc->thc", latent, self.values).flatten(1))
         return x + self.mlp(self.behind(x))
 
@@ -97,18 +107,36 @@ class Model(nn.Module):
 
     def loss(self, tokens: Tensor, attend: Attend) -> Tensor:
         """Of the tokens [SEQUENCES, LENGTH] that follow from those before them."""
-        positions = torch.arange(LENGTH, device=DEVICE).repeat(SEQUENCES)
         x, lists = self.embedding(tokens.flatten()), packed_lists()
         for layer in self.layers:
-            x = layer(x, positions, lists, attend)
+            x = layer(x, packed_positions(), lists, attend)
         logits = self.head(x).unflatten(0, tokens.shape)[:, LAG - 1 : -1]
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, LAG:].flatten())
 
 
-def packed_lists() -> Tensor:
-    """Each token's last TOPK rows of its own sequence, as an indexer might choose them; -1 where there are fewer."""
+class Indexer(nn.Module):
+    """Scores the rows of a layer for each token by a few heads of its own; half of a key has a position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, INDEX_HEADS * KEY), nn.Linear(WIDTH, KEY)
+        self.w = nn.Linear(WIDTH, INDEX_HEADS)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, INDEX_HEADS, KEY], keys [T, KEY] and weights [T, INDEX_HEADS] of x [T, WIDTH]."""
+        q, k = self.q(x).unflatten(-1, (INDEX_HEADS, KEY)), self.k(x)[:, None]
+        q, k = (torch.cat([y[..., :-ROPE], rotated(y[..., -ROPE:], packed_positions())], -1) for y in (q, k))
+        return q.bfloat16(), k[:, 0].bfloat16(), self.w(x) * (INDEX_HEADS * KEY) ** -0.5
+
+
+def packed_positions() -> Tensor:
+    return torch.arange(LENGTH, device=DEVICE).repeat(SEQUENCES)
+
+
+def packed_lists(count: int = TOPK) -> Tensor:
+    """Each token's last rows of its own sequence, as an indexer might choose them; -1 where there are fewer."""
     token = torch.arange(SEQUENCES * LENGTH, device=DEVICE, dtype=torch.int32)[:, None]
-    rows = token - torch.arange(TOPK, device=DEVICE, dtype=torch.int32)
+    rows = token - torch.arange(count, device=DEVICE, dtype=torch.int32)
     return torch.where(rows >= token - token % LENGTH, rows, -1)[:, None]
 
 
@@ -123,8 +151,8 @@ def model_of(seed: int = 0) -> Model:
     return Model().to(DEVICE)
 
 
-def train(attend: Attend, steps: int) -> list[float]:
-    """The losses of so many steps."""
+def train(attend: Attend, steps: int) -> tuple[Model, list[float]]:
+    """The model after so many steps, and their losses."""
     model, generator = model_of(), torch.Generator().manual_seed(1)
     optimizer = torch.optim.Adam(model.parameters(), RATE)
     losses = []
@@ -134,7 +162,38 @@ def train(attend: Attend, steps: int) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return model, losses
+
+
+def train_indexer(model: Model) -> tuple[list[float], float, float]:
+    """The losses of its steps, and the part of the attention that the rows have which it scores highest, before and
+    after them."""
+    torch.manual_seed(2)
+    indexer, lists, generator = Indexer().to(DEVICE), packed_lists(LENGTH), torch.Generator().manual_seed(3)
+    optimizer, losses, found = torch.optim.Adam(indexer.parameters(), INDEX_RATE), [], []
+    for step in range(INDEX_STEPS):
+        with torch.no_grad():  # the model stays as it is
+            x = model.embedding(batch(generator).flatten())
+            q, kv = model.layers[0].projected(x, packed_positions())
+            _, _, lse = cupy_mla.sparse_prefill(q, kv, lists, SCALE)
+        of_indexer = indexer(model.layers[0].before(x).detach())
+        optimizer.zero_grad()
+        loss = sparse_indexer_loss(*of_indexer, q, kv, lists, lse, SCALE)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step in (0, INDEX_STEPS - 1):
+            found.append(share_of_chosen(of_indexer, cupy_mla.attention_target(q, kv, lists, lse, SCALE), lists))
+    return losses, *found
+
+
+def share_of_chosen(of_indexer: tuple[Tensor, Tensor, Tensor], target: Tensor, lists: Tensor) -> float:
+    """What part of the attention the CHOSEN rows have that the indexer scores highest."""
+    q, k, w = (x.detach().float() for x in of_indexer)
+    keys = k[lists[:, 0].clamp(min=0).long()]
+    scores = torch.einsum("ih,ihj->ij", w, torch.einsum("ihd,ijd->ihj", q, keys).relu())
+    best = scores.masked_fill(lists[:, 0] < 0, -torch.inf).topk(CHOSEN).indices
+    return (target.gather(1, best).sum() / target.sum()).item()
 
 
 def first_gradients(attend: Attend) -> list[Tensor]:
@@ -150,18 +209,24 @@ def main() -> None:
         for a, b in zip(first_gradients(sparse), first_gradients(plain), strict=True)
     ]
     print(f"gradients of {len(cosines)} parameters: cosine with those of torch's attention {min(cosines):.6f} or more")
-    curves = {}
+    models, curves = {}, {}
     for name, attend in (("sparse_prefill", sparse), ("torch", plain)):
         start = time.perf_counter()
-        curves[name] = train(attend, STEPS)
+        models[name], curves[name] = train(attend, STEPS)
         shown = "  ".join(f"{loss:.3f}" for loss in curves[name][:: STEPS // 5])
         print(f"{name:>14}: loss {shown}  {curves[name][-1]:.3f}   {time.perf_counter() - start:.1f} s")
-    again = train(sparse, STEPS // 5)
+    _, again = train(sparse, STEPS // 5)
     print("training again gives", "the same losses" if again == curves["sparse_prefill"][: len(again)] else "others")
     if min(cosines) < CLOSE or again != curves["sparse_prefill"][: len(again)]:
         sys.exit("gradients are not what they should be")
     if any(curve[-1] > LEFT * curve[0] for curve in curves.values()):
         sys.exit("the models have not learned")
+    losses, before, after = train_indexer(models["sparse_prefill"])
+    shown = "  ".join(f"{loss:.3f}" for loss in losses[:: INDEX_STEPS // 5])
+    print(f"{'indexer':>14}: loss {shown}  {losses[-1]:.3f}")
+    print(f"the {CHOSEN} rows it scores highest have {after:.0%} of the attention, {before:.0%} before")
+    if losses[-1] > LEFT * losses[0] or after < before:
+        sys.exit("the indexer has not learned")
 
 
 if __name__ == "__main__":

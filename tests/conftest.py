@@ -79,6 +79,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_collection_finish() -> None:
+    """What there is before the first test stays: the garbage collector is not to look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def _not_asked_for(config: pytest.Config, items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Tests with a mark of OPT_IN, but for a sample where the mark names its size: `@pytest.mark.long(sample=3)`. Of
     those that -m asks for, all but the --share.

@@ -170,6 +170,7 @@ def test_files_are_those_that_the_table_names(added) -> None:
             assert len(found) == 1, f"{what}: {place} has {found}"
 
 
+@pytest.mark.long
 def test_both_work(added) -> None:
     root, _, _ = added
     tests = ("tests/adding/checks.py", "tests/ops/test_negate.py", "tests/test_layouts.py", "tests/test_floors.py")

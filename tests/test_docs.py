@@ -50,6 +50,7 @@ def programs() -> list[tuple[str, str]]:
     return sorted(found)
 
 
+@pytest.mark.long(sample=4)
 @pytest.mark.parametrize(
     "program",
     [pytest.param(text, id=name, marks=[pytest.mark.gpu] * name.endswith("gpu")) for name, text in programs()],

@@ -91,6 +91,7 @@ def check(kernel: Kernel, arch: str) -> None:
     assert 32 <= threads <= 1024
 
 
+@pytest.mark.long(sample=24)
 @needs_nvrtc
 @pytest.mark.parametrize("file", sorted({kernel.file for kernel in KERNELS}))
 def test_kernel_compiles(file, request):

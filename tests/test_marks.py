@@ -8,6 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 SWEEP = "tests/emulator/test_portable.py"
 
@@ -19,6 +21,7 @@ def collected(*arguments: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.long
 def test_a_plain_run_takes_a_sample_of_what_a_mark_runs_whole() -> None:
     sample, whole = collected(SWEEP), collected(SWEEP, "-m", "long")
     assert set(sample) < set(whole)
@@ -32,6 +35,7 @@ def test_ci_runs_every_mark_that_is_left_out() -> None:
     assert set(marks.split(" or ")) == declared - {"gpu"}
 
 
+@pytest.mark.long
 def test_a_share_of_a_mark_is_drawn_by_the_seed() -> None:
     """Of each function at least one case; with another seed other ones."""
     whole = set(collected(SWEEP, "-m", "long"))

@@ -17,6 +17,8 @@ MORE = {
     "ops.compressed.write_c128a_topk_metadata": "the parameters of the public function that it stands behind",
     "ops.compressed.write_compressed_slot_mapping": "the parameters of the public function that it stands behind",
     "backends.indexer.IndexerImpl.forward": "the engine's arguments, and by keyword what V4.1's and GLM's layers add",
+    "integrations.training.sparse_indexer_loss": "the parameters of the public functions that it calls",
+    "integrations.training.warmup_loss": "the parameters of the public functions that it calls",
     "integrations.sglang.forward_flashmla_kv": "SGLang's signature",
     "integrations.vllm.deepseek_v4.flash_mla_with_kvcache": "vLLM's signature",
     "integrations.vllm.deepseek_v4.combine_topk_swa_indices": "vLLM's signature",

@@ -118,6 +118,7 @@ def test_pages_in_mypy(interpreter: Path, tmp_path: Path) -> None:
     assert errors_of_mypy(interpreter, tmp_path, "--check-untyped-defs") == []
 
 
+@pytest.mark.long
 @needs_pyright
 def test_pyright(interpreter: Path, tmp_path: Path) -> None:
     """One run, as above."""
@@ -130,6 +131,7 @@ def test_pyright(interpreter: Path, tmp_path: Path) -> None:
     assert {line for name, line, _ in found if name == "wrong.py"} == wrong
 
 
+@pytest.mark.long
 @needs_pyright
 def test_every_public_symbol_has_a_type(tmp_path: Path) -> None:
     """Here pyright reads no .pth file."""

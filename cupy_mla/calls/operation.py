@@ -64,11 +64,15 @@ def traceable(operation: Operation) -> Operation:
     return call  # type: ignore[return-value]
 
 
-def differentiable(function: Operation) -> Operation:
+def differentiable(*results: str) -> Callable[[Operation], Operation]:
     """Mark the body of an operation whose custom op has a backward: `operation` makes a call with a tensor that wants a
-    gradient by that op, unless a result is given, `out`."""
-    function.differentiable = True  # type: ignore[attr-defined]
-    return function
+    gradient by that op, unless one of these results is given."""
+
+    def mark(function: Operation) -> Operation:
+        function.differentiable = results  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 _every: list[Calls] = []  # of every operation
@@ -144,7 +148,7 @@ class Calls:
     def __init__(self, function: Callable[..., Any]) -> None:
         parameters = signature(function).parameters.values()
         self._function = function
-        self._differentiable = getattr(function, "differentiable", False)
+        self._differentiable: tuple[str, ...] = getattr(function, "differentiable", ())
         self._positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         self.known: Remembered = Remembered(MOST_KEYS)
         self.recents: list[_Recent] = []
@@ -159,7 +163,7 @@ class Calls:
         """Make a call that is not like the last ones."""
         if self._differentiable and any(map(_wants_gradient, values)):
             named = {**dict(zip(self._positional, args, strict=False)), **kwargs}
-            if named.get("out") is None:
+            if all(named.get(result) is None for result in self._differentiable):
                 return in_graph(self._function.__name__)(*args, **kwargs)
         key: Key | None = None
         given = prepared = None

@@ -23,9 +23,9 @@ def require_d_v(name: str, d_v: int) -> None:
         raise ValueError(f"{name} must be {D_V}, got {d_v}")
 
 
-def require_heads(h_q: int) -> None:
+def require_heads(h_q: int, name: str = "q") -> None:
     if not 1 <= h_q <= MAX_HEADS:
-        raise ValueError(f"q: expected 1 to {MAX_HEADS} heads, got {h_q}")
+        raise ValueError(f"{name}: expected 1 to {MAX_HEADS} heads, got {h_q}")
 
 
 def tokens_of(array: Array) -> Array:

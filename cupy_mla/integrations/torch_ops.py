@@ -6,8 +6,9 @@ so do those of `cupy_mla.flash_mla`. Import this module to find them in `torch.o
 An operation that allocates its results is there twice: `torch.ops.cupy_mla.sparse_decode(q, ...)` returns new tensors,
 `sparse_decode_out(out, q, ...)` writes those that the public function takes and returns the others. Operations that
 write into caches and workspaces declare it and return nothing. CPU tensors go to the NumPy reference. `sparse_prefill`
-has a backward, the custom op `sparse_prefill_backward`; asking another operation for one is an error. A result that a
-call leaves out, as `d_sink` without sinks, is an empty tensor of the custom op, and None of the function.
+has a backward, the custom op `sparse_prefill_backward`; that of `indexer_loss` and `dense_indexer_loss` multiplies the
+gradients that they return; asking another operation for one is an error. A result that a call leaves out, as `d_sink`
+without sinks, is an empty tensor of the custom op, and None of the function.
 
 Schemas and results follow from the table of operations (`cupy_mla.ops.table`) and the functions' signatures.
 """
@@ -26,7 +27,7 @@ from ..checks.options import require_bool
 from ..checks.validate import require_d_v
 from ..flash_mla import layout_of, require_sparse
 from ..ops import absorb
-from ..ops.table import TABLE, Operation
+from ..ops.table import OPERATIONS, TABLE, Operation
 
 # What the name of a custom op ends with, where the setting that adds a result is true.
 SUFFIXES = {"return_valid_counts": "_and_count"}
@@ -113,7 +114,8 @@ class TorchOperation:
         op = torch.library.custom_op(f"cupy_mla::{name}", implementation, mutates_args=written, schema=schema)
         op.register_fake(fake)
         if name in BACKWARDS:
-            op.register_autograd(BACKWARDS[name], setup_context=_save)
+            backward, save = BACKWARDS[name]
+            op.register_autograd(backward, setup_context=save)
         elif not written:
             op.register_autograd(partial(_no_backward, name))
         return getattr(torch.ops.cupy_mla, name)
@@ -157,7 +159,7 @@ def _no_backward(name: str, *context: Any) -> Any:
     raise NotImplementedError(f"cupy_mla.{name} has no backward: call it under torch.no_grad(), or detach its inputs")
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+def _save_prefill(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     """Keep what the backward of `sparse_prefill` needs."""
     q, kv, indices, ctx.sm_scale, _, attn_sink, topk_length, _, _ = inputs
     out, max_logits, lse = output
@@ -178,8 +180,31 @@ def _sparse_prefill_backward(ctx: Any, dout: Any, _: Any, d_lse: Any) -> tuple[A
     return dq, dkv, None, None, None, d_sink, None, None, None
 
 
-# Of the custom ops that have one.
-BACKWARDS = {"sparse_prefill": _sparse_prefill_backward}
+_GRADIENTS = [*OPERATIONS["indexer_loss"].parameters].index("gradients")  # and of `dense_indexer_loss`
+
+
+def _save_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    """Keep the gradients of `indexer_loss` or `dense_indexer_loss`, which came with it."""
+    ctx.gradients, ctx.others = inputs[_GRADIENTS], len(inputs) - 3
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _loss_backward(ctx: Any, d_loss: Any, *_: Any) -> tuple[Any, ...]:
+    """Gradients of q_index, k_index and w."""
+    if not ctx.gradients:
+        raise RuntimeError("gradients=False: the indexer's loss was asked for without its gradients")
+    dq, dk, dw = (d_loss * gradient for gradient in ctx.saved_tensors)
+    return dq.bfloat16(), dk.bfloat16(), dw, *(None,) * ctx.others
+
+
+# Of the custom ops that have one: it, and what keeps what it needs.
+BACKWARDS = {
+    "sparse_prefill": (_sparse_prefill_backward, _save_prefill),
+    "indexer_loss": (_loss_backward, _save_loss),
+    "dense_indexer_loss": (_loss_backward, _save_loss),
+}
 
 
 def _traced(operation: Operation) -> Callable[..., Any]:

@@ -44,7 +44,7 @@ FLAT = {
 
 
 @operation
-@differentiable
+@differentiable("out")
 def sparse_prefill(
     q: A,
     kv: AnyArray,

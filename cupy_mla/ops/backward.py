@@ -141,8 +141,8 @@ def sparse_prefill_backward(
     if arrays.CHECK_VALUES:
         check_lists(idx, s_kv, length)
     kv_.without_axis(1)
-    dq_ = place.output("dq", dq_, (s_q, h_q, d_qk), _dtype(dq_, dq_dtype))
-    dkv_ = place.output("dkv", dkv_, (s_kv, 1, d_qk), _dtype(dkv_, dkv_dtype))
+    dq_ = place.output("dq", dq_, (s_q, h_q, d_qk), dtype_of(dq_, dq_dtype))
+    dkv_ = place.output("dkv", dkv_, (s_kv, 1, d_qk), dtype_of(dkv_, dkv_dtype))
     if sink is not None:
         d_sink_ = place.output("d_sink", d_sink_, (h_q,), FLOAT32)
     arguments = PrefillBackward(
@@ -153,6 +153,6 @@ def sparse_prefill_backward(
     return dq_.obj, dkv_.obj, None if d_sink_ is None else d_sink_.obj
 
 
-def _dtype(given: arrays.Array | None, name: GradientDtype) -> np.dtype:
+def dtype_of(given: arrays.Array | None, name: GradientDtype) -> np.dtype:
     """The dtype of a result: that of the given array where it may have it."""
     return given.dtype if given is not None and given.dtype in DTYPES.values() else DTYPES[name]

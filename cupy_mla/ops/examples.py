@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import layouts
-from ..arguments import Prefill
+from ..arguments import Prefill, Target
 from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32
 from ..layouts import (
     ATTENTION_LAYOUTS,
@@ -32,6 +32,7 @@ from ..reference import attention as reference_attention
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
 from ..reference import logits as reference_logits
+from ..reference import training as reference_training
 from . import cache, logits
 
 
@@ -241,6 +242,72 @@ def backward_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         yield Call(call.detail, arguments)
         if number == 1:
             yield Call(f"{call.detail}, float32", arguments | {"dq_dtype": "float32", "dkv_dtype": "float32"})
+
+
+def target_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """Of lse of the same calls of the forward, and of fewer heads."""
+    names = ("q", "kv", "indices", "lse", "sm_scale", "attn_sink", "topk_length")
+    for call in backward_calls(rng, wanted):
+        arguments = {name: call.arguments[name] for name in names if name in call.arguments}
+        if "dq_dtype" not in call.arguments:
+            yield Call(call.detail, arguments)
+        if arguments["q"].shape[1] == 64:
+            few = {name: np.ascontiguousarray(arguments[name][:, :32]) for name in ("q", "lse")}
+            yield Call(f"32 heads of {call.detail}", arguments | few)
+
+
+def dense_lse_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for heads, d_qk, tokens in (
+        (5, 576, 3),
+        (100, 576, 2),
+        (32, 512, wanted.many),
+        (9, 512, 2),
+        (20, 576, 2),
+        (64, 512, 2),
+    ):
+        q, kv = _normal(rng, tokens, heads, d_qk, size=10), _normal(rng, TOKENS, 1, d_qk, size=0.1)
+        of = {"q": q, "kv": kv, "sm_scale": SM_SCALES[d_qk], **_ranges(rng, wanted, tokens, TOKENS)}
+        yield Call(f"{heads} heads of {d_qk}, {tokens} tokens", of)
+
+
+def dense_target_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """Of lse of the same calls."""
+    for number, call in enumerate(dense_lse_calls(rng, wanted)):
+        arguments = dict(call.arguments)
+        arguments["lse"] = np.empty(arguments["q"].shape[:2], np.float32)
+        reference_training.dense_lse(
+            Target(
+                arguments["q"], arguments["kv"][:, 0], arguments["sm_scale"], None, None, None, None,
+                arguments["starts"], arguments["ends"], arguments["lse"],
+            )
+        )  # fmt: skip
+        if number == 0:
+            arguments["attn_sink"] = rng.standard_normal(arguments["q"].shape[1], np.float32)
+        yield Call(call.detail, arguments)
+
+
+def dense_loss_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """The same calls over ranges of keys."""
+    for call in loss_calls(rng, wanted):
+        arguments = {name: value for name, value in call.arguments.items() if name not in ("indices", "topk_length")}
+        tokens = len(arguments["w"])
+        arguments |= {"target": rng.random((tokens, TOKENS), np.float32), **_ranges(rng, wanted, tokens, TOKENS)}
+        yield Call(call.detail, arguments)
+
+
+def loss_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    more = {"topk_length": _lengths(rng, wanted, TOPK // 2, TOPK, 3), "counted": np.array([True, False, True])}
+    for heads, tokens, given in (
+        (5, 3, more), (16, 2, {"relu": False, "per_token": True, "gradient_dtype": "float32"}), (32, 2, {}),
+        (64, wanted.many, {"loss_coeff": 0.5}), (64, 2, {"gradients": False}), (128, 2, {}),
+    ):  # fmt: skip
+        arguments = {
+            "q_index": _normal(rng, tokens, heads, logits.D), "k_index": _normal(rng, TOKENS, logits.D),
+            "w": (0.02 * rng.standard_normal((tokens, heads), np.float32)),
+            "target": rng.random((tokens, TOPK), np.float32), "indices": _lists(rng, wanted, tokens, 1, TOPK),
+        }  # fmt: skip
+        said = ", ".join(["every array" if name == "counted" else name for name in given if name != "topk_length"])
+        yield Call(f"{heads} heads, {tokens} tokens{said and ', '}{said}", arguments | given)
 
 
 def decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:

@@ -39,6 +39,7 @@ from . import (
     quant,
     swa,
     topk,
+    training,
 )
 from .candidates import BLOCK
 from .examples import ALL, Call, Wanted
@@ -54,6 +55,7 @@ class Result(NamedTuple):
         dtype: its dtype, or the one that it has by default.
         setting: the bool setting without which it is not returned; "" when it always is.
         of: the optional array without which None is returned in its place; "" when it always is there.
+        unless: the bool setting, True by default, that is False where None is returned in its place; "": there is none.
         dtype_setting: the setting that names the dtype, if there is one.
         half: the array that makes it float16 when it is float16; "": none does.
     """
@@ -63,6 +65,7 @@ class Result(NamedTuple):
     dtype: np.dtype
     setting: str = ""
     of: str = ""
+    unless: str = ""
     dtype_setting: str = ""
     half: str = ""
 
@@ -71,7 +74,9 @@ class Result(NamedTuple):
         return (not self.setting or bool(arguments.get(self.setting))) and self.is_there(arguments)
 
     def is_there(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the array is given without which there is none."""
+        """Whether the array is given without which there is none, and the setting is True."""
+        if self.unless and not arguments.get(self.unless, True):
+            return False
         return not self.of or arguments.get(self.of) is not None
 
     def dtype_in(self, arguments: Mapping[str, Any]) -> np.dtype:
@@ -180,6 +185,14 @@ def _width_of(paged: Any) -> int:
     return next(layout.d_qk for layout in known if layout.last_axis == paged.shape[-1])
 
 
+LOSS_RESULTS = (
+    Result("loss", lambda **_: (), FLOAT32),
+    Result("dq_index", lambda q_index, **_: q_index.shape, BFLOAT16, "", "", "gradients", "gradient_dtype"),
+    Result("dk_index", lambda k_index, **_: k_index.shape, BFLOAT16, "", "", "gradients", "gradient_dtype"),
+    Result("dw", lambda w, **_: w.shape, FLOAT32, unless="gradients"),
+)
+
+
 # --- the table ------------------------------------------------------------------------------------------------
 
 TABLE = (
@@ -203,6 +216,28 @@ TABLE = (
         ),
         exact=False,
         of_largest=0.01,
+    ),
+    Operation(
+        training.attention_target,
+        examples.target_calls,
+        results=(Result("out", lambda q, indices, **_: (q.shape[0], indices.shape[2]), FLOAT32),),
+        exact=False,
+    ),
+    Operation(
+        training.dense_attention_target,
+        examples.dense_target_calls,
+        results=(Result("out", lambda q, kv, **_: (q.shape[0], kv.shape[0]), FLOAT32),),
+        exact=False,
+    ),
+    Operation(
+        training.dense_lse,
+        examples.dense_lse_calls,
+        results=(Result("out", lambda q, **_: q.shape[:2], FLOAT32),),
+        exact=False,
+    ),
+    Operation(training.indexer_loss, examples.loss_calls, results=LOSS_RESULTS, exact=False, of_largest=0.01),
+    Operation(
+        training.dense_indexer_loss, examples.dense_loss_calls, results=LOSS_RESULTS, exact=False, of_largest=0.01
     ),
     Operation(
         attention.sparse_decode,

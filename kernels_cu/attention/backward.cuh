@@ -1,9 +1,14 @@
 // What the backward's kernels share that work on a query: their parameter, its heads' numbers, and how results are stored.
 #pragma once
-#include "attention/contributions.cuh"
 #include "ptx/arithmetic.cuh"
 #include "rows/chunk.cuh"
+#include "tile/contributions.cuh"
 #include "tile/warp.cuh"
+
+constexpr int CONTRIBUTING_WARPS = 8;
+constexpr int V_COLUMNS = D_V / CONTRIBUTING_WARPS;  // of a warp, among the first D_V
+constexpr int ROPE_COLUMNS = (D_QK - D_V) / CONTRIBUTING_WARPS;
+static_assert(V_COLUMNS == 64 && (ROPE_COLUMNS == 8 || ROPE_COLUMNS == 0), "");
 
 // cupy_mla/cuda/backward.py declares the same fields.
 struct BackwardParams {
@@ -137,11 +142,4 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const Item& it
     } else {
         store_pair(static_cast<bf16*>(p.dq) + at, x, y, p.aligned_dq);
     }
-}
-
-// What a thread has of an entry in 64 columns of C, c[4 j + 2 i + k] at column 8 j + 2 t + k, side by side; `to`: where
-// these columns begin.
-__device__ __forceinline__ void store_contribution(bf16* to, int t, const uint32_t (&pairs)[8]) {
-    store_16(to + 16 * t, {pairs[0], pairs[1], pairs[2], pairs[3]});
-    store_16(to + 16 * t + 8, {pairs[4], pairs[5], pairs[6], pairs[7]});
 }

@@ -6,24 +6,27 @@
 //          list, the counts give the entries their places, and it puts them there; entries of a digit stay in order.
 //
 // The first pass reads the caller's list and leaves out what is no row. The last one writes `rows`, those before write
-// `rows` and `spare` in turn.
+// `rows` and `spare` in turn. With PLACES an entry's place in the caller's list goes with it.
 #include "tile/warp.cuh"
 
 constexpr int BITS = 8, DIGITS = 1 << BITS, THREADS = DIGITS, WARPS = THREADS / 32;
 
-// cupy_mla/cuda/backward.py declares the same fields.
+// cupy_mla/cuda/row_sums.py declares the same fields.
 struct BackwardListsParams {
     const int32_t* indices;  // [queries, topk]
     const int32_t* lengths;  // [queries], or null
+    const uint8_t* counted;  // [queries] whether the query's entries count, or null
     int32_t* rows;           // [queries, topk]
     int32_t* spare;          // the same
+    int32_t* places;         // [queries, topk] where in its list an entry stood; with PLACES
+    int32_t* spare_places;   // the same
     int32_t* counts;         // [queries] valid entries
     int32_t* starts;         // [queries, ranges + 1] where each range of RANGE_ROWS rows begins in `rows`
     int64_t index_stride;    // items
     int32_t topk, s_kv, passes, ranges;
 };
 
-__shared__ int places[WARPS][DIGITS];
+__shared__ int firsts[WARPS][DIGITS];  // of a warp's entries of a digit
 __shared__ int warp_sums[WARPS];
 
 // The lanes whose entries have the same digit as this lane's. (match.any looks at one digit after the other.)
@@ -37,7 +40,7 @@ __device__ __forceinline__ uint32_t alike(bool here, int digit) {
     return lanes;
 }
 
-// Calls act(valid, entry, digit) for the entries of this warp's part of a list, all lanes together.
+// Calls act(valid, entry, its number, digit) for the entries of this warp's part of a list, all lanes together.
 template <typename Do>
 __device__ __forceinline__ void for_each_entry(const int32_t* list, int count, int s_kv, int shift, Do act) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -45,36 +48,47 @@ __device__ __forceinline__ void for_each_entry(const int32_t* list, int count, i
 #pragma unroll 1
     for (int at = warp * share + lane; at - lane < min(count, (warp + 1) * share); at += 32) {
         const int entry = at < count ? list[at] : -1;
-        act(uint32_t(entry) < uint32_t(s_kv), entry, entry >> shift & (DIGITS - 1));
+        act(uint32_t(entry) < uint32_t(s_kv), entry, at, entry >> shift & (DIGITS - 1));
     }
 }
 
+// Entries, and where in the caller's list they stood; null: in this order.
+struct List {
+    const int32_t *entries, *places;
+};
+struct Sorted {
+    int32_t *entries, *places;
+};
+
 // One pass over `count` entries; returns how many are valid.
-__device__ __forceinline__ int sort_by_digit(const int32_t* from, int count, int s_kv, int shift, int32_t* to) {
+__device__ __forceinline__ int sort_by_digit(const List& from, int count, int s_kv, int shift, const Sorted& to) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int digit = lane; digit < DIGITS; digit += 32) places[warp][digit] = 0;
+    for (int digit = lane; digit < DIGITS; digit += 32) firsts[warp][digit] = 0;
     __syncwarp();
-    for_each_entry(from, count, s_kv, shift, [&](bool valid, int, int digit) {
-        if (valid) atomicAdd(&places[warp][digit], 1);
+    for_each_entry(from.entries, count, s_kv, shift, [&](bool valid, int, int, int digit) {
+        if (valid) atomicAdd(&firsts[warp][digit], 1);
     });
     __syncthreads();
     int of_digit = 0, total;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) of_digit += places[w][threadIdx.x];
+    for (int w = 0; w < WARPS; ++w) of_digit += firsts[w][threadIdx.x];
     int place = cta_sum_before(of_digit, warp_sums, total);
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-        const int here = places[w][threadIdx.x];
-        places[w][threadIdx.x] = place;
+        const int here = firsts[w][threadIdx.x];
+        firsts[w][threadIdx.x] = place;
         place += here;
     }
     __syncthreads();
-    for_each_entry(from, count, s_kv, shift, [&](bool valid, int entry, int digit) {
+    for_each_entry(from.entries, count, s_kv, shift, [&](bool valid, int entry, int at, int digit) {
         const uint32_t same = alike(valid, digit), earlier = same & ((1u << lane) - 1);
-        const int first = places[warp][digit];
+        const int first = firsts[warp][digit];
         __syncwarp();
-        if (valid && earlier == 0) places[warp][digit] = first + __popc(same);
-        if (valid) to[first + __popc(earlier)] = entry;
+        if (valid && earlier == 0) firsts[warp][digit] = first + __popc(same);
+        if (valid) {
+            to.entries[first + __popc(earlier)] = entry;
+            if constexpr (PLACES) to.places[first + __popc(earlier)] = from.places == nullptr ? at : from.places[at];
+        }
         __syncwarp();
     });
     __syncthreads();
@@ -83,15 +97,16 @@ __device__ __forceinline__ int sort_by_digit(const int32_t* from, int count, int
 
 extern "C" __global__ void __launch_bounds__(THREADS) backward_lists(const __grid_constant__ BackwardListsParams p) {
     const int query = blockIdx.x;
-    int32_t *rows = p.rows + int64_t(query) * p.topk, *spare = p.spare + int64_t(query) * p.topk;
-    const int length = p.lengths == nullptr ? p.topk : max(0, min(p.lengths[query], p.topk));
-    const int32_t* list = p.indices + query * p.index_stride;
-    int count = length;
+    const int64_t from = int64_t(query) * p.topk;
+    const Sorted rows = {p.rows + from, p.places + from}, spare = {p.spare + from, p.spare_places + from};
+    List list = {p.indices + query * p.index_stride, nullptr};
+    int count = p.lengths == nullptr ? p.topk : max(0, min(p.lengths[query], p.topk));
+    if (p.counted != nullptr && p.counted[query] == 0) count = 0;
 #pragma unroll 1
     for (int pass = 0; pass < p.passes; ++pass) {
-        int32_t* next = (p.passes - pass) % 2 == 1 ? rows : spare;
+        const Sorted next = (p.passes - pass) % 2 == 1 ? rows : spare;
         count = sort_by_digit(list, count, p.s_kv, BITS * pass, next);
-        list = next;
+        list = {next.entries, next.places};
     }
     if (threadIdx.x == 0) p.counts[query] = count;
     int32_t* starts = p.starts + int64_t(query) * (p.ranges + 1);
@@ -100,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_lists(const __gri
         int first = 0, end = count;  // by bisection: entries before `first` lie below the range
         while (first < end) {
             const int middle = (first + end) / 2;
-            if (rows[middle] / RANGE_ROWS < range) {
+            if (rows.entries[middle] / RANGE_ROWS < range) {
                 first = middle + 1;
             } else {
                 end = middle;

@@ -1,4 +1,5 @@
-// Adds up what queries contribute to the gradients of rows: the last kernel of a chunk of queries in the backward.
+// Adds up what queries contribute to the gradients of rows: the last kernel of a chunk of queries in the backward, and in
+// the gradients of the indexer's loss.
 //
 //   grid   x range of RANGE_ROWS rows
 //   CTA    threads that own eight columns each; their sums are float32 in shared memory, RANGE_ROWS rows
@@ -8,15 +9,15 @@
 // at a time; then all threads add them one after the other, with the loads of AT_ONCE under way. So a sum is always taken
 // in the same order, wherever a chunk begins.
 //
-// Columns of contributions lie as backward.cu has them (contributions.cuh).
-#include "attention/contributions.cuh"
+// Columns of contributions lie as contributions.cuh says.
 #include "ptx/convert.cuh"
+#include "tile/contributions.cuh"
 #include "tile/warp.cuh"
 
 constexpr int OWNERS = D_QK / 8, WARPS = ceil_div(OWNERS, 32), THREADS = 32 * WARPS;
-constexpr int LISTED = 256, AT_ONCE = 8;
+constexpr int LISTED = 256, AT_ONCE = D_QK < 512 ? 16 : 8;
 
-// cupy_mla/cuda/backward.py declares the same fields.
+// cupy_mla/cuda/row_sums.py declares the same fields.
 struct BackwardRowsParams {
     const bf16* contributions;         // [queries, topk, blocks, D_QK]
     const int32_t* rows;               // [queries, topk], ascending

@@ -1,6 +1,6 @@
-// PTX ISA: wgmma.mma_async with float32 accumulators: m64nNk16, N = 8, 16, 32, 64 or 256, on bfloat16 or float16, A in
-// registers or in shared memory; m64nNk32 on e4m3, N = 64, 128, 192 or 256 with A in shared memory, 32 or 64 with A in
-// registers; wgmma.fence, .commit_group, .wait_group. sm_90a.
+// PTX ISA: wgmma.mma_async with float32 accumulators, A in shared memory or in registers: m64nNk16 on bfloat16 or float16,
+// N = 32, 64 or 256, and 8 or 16 with A in shared memory; m64nNk32 on e4m3, N = 32, 64, 128, 192 or 256; wgmma.fence,
+// .commit_group, .wait_group. sm_90a.
 //
 // A warpgroup multiplies together. Accumulators of warp w, lane 4 g + t: c[4 j + 2 i + k] is row 16 w + g + 8 i,
 // column 8 j + 2 t + k. A in registers: each warp holds its 16 rows as fragments of mma.m16n8k16 (mma_sync.cuh).

@@ -15,3 +15,9 @@ __device__ __forceinline__ uint32_t swizzle(int line, int chunk) { return (chunk
 __device__ __forceinline__ uint32_t swizzled(uint32_t block, const int& line, const int& chunk) {
     return block + line * LINE_BYTES + ((chunk ^ (line & 7)) << 4);
 }
+
+// The same where a quad reads 64 bytes of a line at a time, and so eight lanes those of two neighbouring lines: these, too,
+// meet all banks.
+__device__ __forceinline__ uint32_t swizzle_pairs(int line, int chunk) {
+    return (chunk ^ ((line & 1) << 2 | (line >> 1 & 3))) << 4;
+}

@@ -14,6 +14,7 @@ from cupy_mla.calls.key import Remembered, key_of
 from cupy_mla.cuda.program import Plan
 
 
+@pytest.mark.long
 def test_a_million_sizes_take_bounded_memory():
     """What is kept are the values that were asked for last, and nothing else."""
     remembered = Remembered(1000)

@@ -47,6 +47,7 @@ def _assert_ran(name: str, launched: set[str]) -> None:
     assert name in launched, f"{name} was never launched, only {sorted(launched)}"
 
 
+@pytest.mark.long(sample=6)
 @pytest.mark.parametrize(("name", "fmt"), DECODERS, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_decode(kind, forced, rng, name, fmt):
     """Lists with holes, of all lengths, one without a row, sinks, gaps, and splits as they come."""

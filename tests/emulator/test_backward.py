@@ -31,6 +31,7 @@ def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rn
     forget_calls()
 
 
+@pytest.mark.long(sample=5)
 @pytest.mark.parametrize("emulated", EACH, indirect=True)
 @pytest.mark.parametrize(("d_qk", "h_q"), [(576, 9), (512, 16), (576, 32), (512, 24), (576, 64), (512, 128), (576, 40)])
 def test_shapes(kind, rng, d_qk, h_q):

@@ -11,6 +11,7 @@ from .emulator import needs_compiler
 pytestmark = needs_compiler
 
 
+@pytest.mark.long
 def test_many_rows(kind, rng):
     """Row numbers of three digits."""
     check(kind, inputs(rng, 2, 1, 512, 66_000, 40), dtype=FLOAT32)

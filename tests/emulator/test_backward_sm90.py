@@ -14,6 +14,7 @@ from .emulator import needs_compiler
 pytestmark = needs_compiler
 
 
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize(("d_qk", "h_q", "topk"), [(576, 64, 200), (512, 128, 130), (576, 40, 30), (512, 33, 64)])
 def test_shapes(kind, rng, d_qk, h_q, topk):
     """Lists that end within a tile, and with one."""

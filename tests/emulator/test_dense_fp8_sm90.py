@@ -31,7 +31,7 @@ def division(request, force) -> str:
 divided = pytest.mark.parametrize(("division", "emulated"), [(d, SMS[d]) for d in DIVISIONS], indirect=True)
 
 
-@pytest.mark.long(sample=3)
+@pytest.mark.long(sample=2)
 @divided
 @pytest.mark.parametrize("heads", [8, 32, 64, 128])
 def test_requests(kind, rng, division, heads):
@@ -44,7 +44,7 @@ def test_full_tiles_that_some_lines_see(kind, rng, division):
     dense_hopper.full_tiles_that_some_lines_see(kind, rng, REQUESTS[division], FP8_FORMATS)
 
 
-@pytest.mark.long(sample=2)
+@pytest.mark.long(sample=1)
 @divided
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("e4m3_q", [False, True], ids=["bf16 q", "e4m3 q"])

@@ -45,7 +45,7 @@ def check_products(emulated: EmulatedGPU, fmt: oracle.Format, of: Requests, h_q:
     assert more == 0 or (fmt is oracle.V32 and more > 0 and more % mmas_of_lost(lines, tile_rows) == 0)
 
 
-@pytest.mark.long(sample=4)
+@pytest.mark.long(sample=2)
 @SHAPES
 @FORMATS
 @pytest.mark.parametrize("num_splits", [None, 1, 3, "shares"])

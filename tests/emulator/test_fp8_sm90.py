@@ -57,7 +57,7 @@ def with_empty_tiles(rng: np.random.Generator, fmt: oracle.Format, extra: bool, 
     return [main, more]
 
 
-@pytest.mark.long(sample=3)
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize(
     ("fmt", "emulated", "division"),
     [
@@ -81,7 +81,7 @@ def test_empty_tiles(force, kind, rng, fmt, division):
         check_decode(kind, fmt, q, main, extra, sink=sinks(rng, h_q), out_gaps=(0, 0, 0, 2))
 
 
-@pytest.mark.long(sample=2)
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("division", ["whole", "clusters(splits=3, cluster=3)", evenly.shares(32, ctas=7)], ids=str)
 @pytest.mark.parametrize("fmt", [oracle.PLAIN_576, oracle.PLAIN_512], ids=lambda fmt: fmt.name)
 def test_a_scale_of_the_call(force, kind, rng, fmt, division):

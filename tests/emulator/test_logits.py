@@ -35,6 +35,7 @@ def test_pages_of_mxfp4(kind, rng, b, n, heads, block_size, longest):
         of_candidates.test_logits_over_mxfp4(kind, rng, b, n, heads, block_size, longest, exact)
 
 
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize("token_bytes", [of_candidates.FP8, of_candidates.MXFP4])
 @pytest.mark.parametrize(("tokens", "heads", "block_size", "blocks"), [(9, 64, 16, 3), (5, 8, 1, 1), (3, 32, 8, 30)])
 def test_candidates(kind, rng, tokens, heads, block_size, blocks, token_bytes):

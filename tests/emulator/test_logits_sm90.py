@@ -50,6 +50,7 @@ def test_logits_of_pages(kind, rng, n: int, heads: int, shares: int | None) -> N
     np.testing.assert_array_equal(kind.take(got), select_rows_paged(**inputs, k=63, slots=True))
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize(
     ("b", "n", "heads", "block_size", "longest"),
     [(2, 1, 64, 64, 700), (5, 2, 32, 64, 200), (3, 2, 64, 20, 130), (2, 3, 48, 16, 100), (1, 7, 32, 64, 90)],
@@ -68,6 +69,7 @@ def test_mxfp4_of_many_sizes(kind, rng) -> None:
     of_candidates.check(kind.take(paged_indexer_logits(**put(kind, inputs))), paged_indexer_logits(**inputs))
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("token_bytes", [of_candidates.FP8, of_candidates.MXFP4])
 @pytest.mark.parametrize(
     ("tokens", "heads", "block_size", "blocks"), [(9, 64, 16, 3), (140, 24, 4, 7), (3, 32, 64, 24)]

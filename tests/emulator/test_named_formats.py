@@ -11,7 +11,7 @@ from .emulator import needs_compiler
 pytestmark = needs_compiler
 
 
-@pytest.mark.long(sample=6)
+@pytest.mark.long(sample=2)
 @every_scale_format
 def test_caches(kind, emulated, rng, fmt, scale_format):
     of_operation.test_rows_are_packed(kind, rng, fmt, scale_format)
@@ -21,6 +21,7 @@ def test_caches(kind, emulated, rng, fmt, scale_format):
     assert {"pack", "unpack", gather} <= set(emulated.launched)
 
 
+@pytest.mark.long(sample=2)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # signalling NaN
 @every_fp4_writer
 def test_every_bf16_value(kind, emulated, rng, fmt, scale_format):
@@ -29,7 +30,7 @@ def test_every_bf16_value(kind, emulated, rng, fmt, scale_format):
     assert {"pack", "unpack"} <= set(emulated.launched)
 
 
-@pytest.mark.long(sample=4)
+@pytest.mark.long(sample=2)
 @every_attention
 def test_attention(kind, emulated, rng, fmt, h_q, num_splits):
     of_operation.test_sparse_decode(kind, rng, fmt, h_q, num_splits)
@@ -44,6 +45,7 @@ def test_extra_cache_of_another_layout(kind, emulated, rng, fmt, extra_fmt, h_q,
     assert "portable" in emulated.launched
 
 
+@pytest.mark.long(sample=1)
 @scales_of_0
 @pytest.mark.parametrize("name", ["portable", "portable_99kb"])
 def test_what_is_stored_under_a_scale_of_0_is_0(kind, emulated, rng, force, fmt, name):

@@ -15,7 +15,7 @@ from .emulator import needs_compiler
 pytestmark = needs_compiler
 
 
-@pytest.mark.long(sample=4)
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_example_calls(emulated, kind, rng, name):
     def put(array: np.ndarray) -> Any:

@@ -26,7 +26,7 @@ def test_every_bf16_value(kind, emulated, scale):
     assert "pack" in emulated.launched
 
 
-@pytest.mark.long(sample=4)
+@pytest.mark.long(sample=1)
 @every_format
 @every_scale
 @pytest.mark.parametrize(("h_q", "num_splits"), [(7, None), (64, 3)])

@@ -39,6 +39,7 @@ def test_plans_of_lists_with_ends(kind, emulated, rng, monkeypatch, force, kerne
     assert kernel in emulated.launched
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("heads", [32, 64])
 def test_plans_of_lists_with_lengths(kind, emulated, rng, monkeypatch, force, heads):
     monkeypatch.setenv(VARIABLE, "fp8_sm90")

@@ -111,7 +111,7 @@ def check(folder: Path, rng: np.random.Generator, backend: str, ranks: int, inte
         oracle.assert_close(np.concatenate([rank[f"lse{suffix}"] for rank in found], 1), lse, "decode lse")
 
 
-@pytest.mark.long(sample=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (3, 8)])
 def test_processes(tmp_path: Path, rng, ranks: int, interleave: int) -> None:
     check(tmp_path, rng, "gloo", ranks, interleave)

@@ -55,6 +55,7 @@ def test_split_gives_views(rng: np.random.Generator) -> None:
     assert np.shares_memory(w_uv, weight)
 
 
+@pytest.mark.long(sample=6)
 @pytest.mark.parametrize("linear_order", [False, True], ids=["latent-first", "torch-Linear"])
 @pytest.mark.parametrize("dtype", [E4M3, np.dtype(np.uint8)], ids=str)
 @pytest.mark.parametrize(("heads", "d_nope", "d_v"), [(2, 128, 128), (3, 24, 16), (1, 192, 256)])

@@ -62,6 +62,7 @@ def test_generated(kind, data):
     check_dense(kind, fmt, q, of, sink=sink, num_splits=draw(None, 1, 2, 5, 40), out_gaps=gaps)
 
 
+@pytest.mark.long(sample=32)
 @every_format
 @every_view
 def test_queries_of_a_request_see_rows_of_their_own(kind, rng, fmt, sees):
@@ -76,6 +77,7 @@ def test_queries_of_a_request_see_rows_of_their_own(kind, rng, fmt, sees):
     assert (np.isposinf(lse).all(axis=1) == nothing).all()
 
 
+@pytest.mark.long(sample=8)
 @every_format
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
 def test_lengths_that_differ_by_a_thousand(kind, rng, fmt, num_splits):
@@ -83,6 +85,7 @@ def test_lengths_that_differ_by_a_thousand(kind, rng, fmt, num_splits):
     check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, 5, 2, 20), of), of, num_splits=num_splits)
 
 
+@pytest.mark.long(sample=8)
 @every_format
 @pytest.mark.parametrize("sees", [Sees(), Sees(False), Sees(True, 50)], ids=str)
 def test_lengths_beyond_the_table_and_below_zero(kind, rng, fmt, sees):

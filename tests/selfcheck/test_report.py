@@ -29,7 +29,7 @@ def test_without_a_gpu():
     assert "Running on a GPU needs" in result.stdout
 
 
-@pytest.mark.long(sample=1)
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [["--verbose"], ["check", "--verbose"], ["--verbose", "check"]], ids=" ".join)
 def test_verbose_names_every_call(arguments):
     """As docs/README.md says, with the command's name or without it."""

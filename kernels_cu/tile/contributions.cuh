@@ -1,16 +1,19 @@
-// What queries contribute to the gradients of rows, between the backward's kernels, and how gradients are stored.
+// What queries contribute to the gradients of rows, between the kernels of training, and how gradients are stored.
 #pragma once
 #include "ptx/convert.cuh"
-
-constexpr int CONTRIBUTING_WARPS = 8;
-constexpr int V_COLUMNS = D_V / CONTRIBUTING_WARPS;  // of a warp, among the first D_V
-constexpr int ROPE_COLUMNS = (D_QK - D_V) / CONTRIBUTING_WARPS;
-static_assert(V_COLUMNS == 64 && (ROPE_COLUMNS == 8 || ROPE_COLUMNS == 0), "");
+#include "ptx/global.cuh"
 
 // The column of a value of a contribution. A lane of an accumulator, t of its quad, has columns 8 j + 2 t and the next of
 // 64; the 16 values that it has stand side by side.
 __device__ __forceinline__ int contributed_column(int at) {
     return at / 64 * 64 + at % 16 / 2 * 8 + at % 64 / 16 * 2 + at % 2;
+}
+
+// What a thread has of an entry in 64 columns of C, c[4 j + 2 i + k] at column 8 j + 2 t + k, side by side; `to`: where
+// these columns begin.
+__device__ __forceinline__ void store_contribution(bf16* to, int t, const uint32_t (&pairs)[8]) {
+    store_16(to + 16 * t, {pairs[0], pairs[1], pairs[2], pairs[3]});
+    store_16(to + 16 * t + 8, {pairs[4], pairs[5], pairs[6], pairs[7]});
 }
 
 // Two neighbouring values of a gradient; `aligned`: in one store.

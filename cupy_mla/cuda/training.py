@@ -1,0 +1,185 @@
+"""Launches what the indexer learns from: `attention_target.cu`, `dense_lse.cu`, and `indexer_loss.cu` with the kernels
+beside it. Ranges of rows are lists without indices: an entry is the row of its number.
+
+The loss goes over chunks of tokens, as `row_sums.py` has it. Before them `loss_tokens` counts the tokens that count,
+for they divide the gradients; behind them `loss_sum` adds up what `indexer_loss` has left for each token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+from ..arguments import IndexerLoss, Target
+from ..dtypes import FLOAT32, UINT8
+from ..dtypes import INT32 as INTEGERS
+from .driver import Gpu
+from .kernel import Kernel
+from .paging import ceil_div, pointer
+from .program import Clear, Launch, Program, Slot, Step
+from .row_sums import Lists, RowSums, from_token, lists_kernel, ranges_kernel, rows_kernel
+from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
+
+HEAD_SCORES = Struct(
+    "HeadScoresParams", q=POINTER, kv=POINTER, indices=POINTER, starts=POINTER, ends=POINTER, q_token=INT64,
+    q_head=INT64, kv_row=INT64, index_stride=INT64, h_q=INT32, topk=INT32, s_kv=INT32, scale_log2=FLOAT, aligned=INT32,
+)  # fmt: skip
+TARGET = Struct(
+    "AttentionTargetParams", HEAD_SCORES, lse=POINTER, sink=POINTER, out=POINTER, lse_token=INT64, lse_head=INT64,
+    sink_stride=INT64, out_token=INT64,
+)  # fmt: skip
+LSE = Struct("DenseLseParams", HEAD_SCORES, out=POINTER, out_token=INT64, out_head=INT64)
+TOKENS = Struct(
+    "LossTokensParams", indices=POINTER, starts=POINTER, ends=POINTER, counted=POINTER, number=POINTER,
+    index_stride=INT64, tokens=INT32, topk=INT32, keys=INT32,
+)  # fmt: skip
+LOSS = Struct(
+    "IndexerLossParams", q=POINTER, k=POINTER, w=POINTER, target=POINTER, rows=POINTER, places=POINTER, counts=POINTER,
+    number=POINTER, scores=POINTER, bits=POINTER, divergences=POINTER, contributions=POINTER, dq=POINTER, dw=POINTER,
+    q_token=INT64, q_head=INT64, k_row=INT64, w_token=INT64, target_token=INT64, dq_token=INT64, dq_head=INT64,
+    dw_token=INT64, heads=INT32, topk=INT32, padded=INT32, coeff=FLOAT, relu=INT32, wide=INT32, aligned=INT32,
+    aligned_dq=INT32,
+)  # fmt: skip
+SUM = Struct("LossSumParams", divergences=POINTER, number=POINTER, out=POINTER, coeff=FLOAT, tokens=INT32)
+
+WIDTHS, D = (576, 512), 128  # of rows, of the indexer's keys
+TARGET_HEADS, LOSS_HEADS = (16, 32, 64), (16, 32, 64, 128)  # of a CTA: the fewest that hold all, or the most
+SPILL_BYTES = 24  # of `attention_target` over rows of 512 on sm_100 and sm_120, whose 128 registers make two CTAs an SM
+RANGE_KEYS = 8  # whose gradients a CTA adds up
+TILE_KEYS = 64  # of `indexer_loss`
+WARPS = 8  # of `loss_tokens`, a token each
+
+
+@cache
+def target_kernel(d_qk: int, heads: int) -> Kernel:
+    """The kernel for one width of rows, and so many heads at a time."""
+    spills = SPILL_BYTES if (d_qk, heads) == (512, 64) else 0
+    return Kernel("attention/attention_target.cu", TARGET, {"D_QK": d_qk, "HEADS": heads}, spill_bytes=spills)
+
+
+@cache
+def lse_kernel(d_qk: int, heads: int) -> Kernel:
+    """The kernel for one width of rows, and so many heads at a time."""
+    return Kernel("attention/dense_lse.cu", LSE, {"D_QK": d_qk, "HEADS": heads})
+
+
+@cache
+def tokens_kernel() -> Kernel:
+    return Kernel("indexer/loss_tokens.cu", TOKENS, {})
+
+
+@cache
+def loss_kernel(heads: int) -> Kernel:
+    """The kernel for up to so many heads."""
+    return Kernel("indexer/indexer_loss.cu", LOSS, {"HEADS": heads})
+
+
+@cache
+def sum_kernel() -> Kernel:
+    return Kernel("indexer/loss_sum.cu", SUM, {})
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for d_qk in WIDTHS:
+        for heads in TARGET_HEADS:
+            yield target_kernel(d_qk, heads)
+            yield lse_kernel(d_qk, heads)
+    yield tokens_kernel()
+    yield lists_kernel(RANGE_KEYS, True)
+    yield ranges_kernel(RANGE_KEYS)
+    for heads in LOSS_HEADS:
+        yield loss_kernel(heads)
+    yield rows_kernel(D, RANGE_KEYS)
+    yield sum_kernel()
+
+
+def attention_target(gpu: Gpu, a: Target) -> Program:
+    """Twin of `reference.training.attention_target`."""
+    (tokens, h_q, d_qk), width = a.q.shape, a.out.shape[1]
+    if tokens == 0 or width == 0:
+        return []
+    params = TARGET(
+        _head_scores(a, width), lse=a.lse.ptr, sink=pointer(a.sink), out=a.out.ptr, lse_token=a.lse.strides[0],
+        lse_head=a.lse.strides[1], sink_stride=0 if a.sink is None else a.sink.strides[0], out_token=a.out.strides[0],
+    )  # fmt: skip
+    return [Launch(target_kernel(d_qk, _fitting(TARGET_HEADS, h_q)), (tokens, 1, 1), params)]
+
+
+def dense_lse(gpu: Gpu, a: Target) -> Program:
+    """Twin of `reference.training.dense_lse`."""
+    tokens, h_q, d_qk = a.q.shape
+    if tokens == 0:
+        return []
+    params = LSE(
+        _head_scores(a, a.kv.shape[0]), out=a.out.ptr, out_token=a.out.strides[0], out_head=a.out.strides[1]
+    )  # fmt: skip
+    heads = _fitting(TARGET_HEADS, h_q)
+    return [Launch(lse_kernel(d_qk, heads), (tokens, ceil_div(h_q, heads), 1), params)]
+
+
+def _head_scores(a: Target, width: int) -> Packed:
+    """Of the products of heads and rows; lists or ranges have so many entries."""
+    return HEAD_SCORES(
+        q=a.q.ptr, kv=a.kv.ptr, indices=pointer(a.indices), starts=pointer(a.starts),
+        ends=pointer(a.ends if a.indices is None else a.length), q_token=a.q.strides[0], q_head=a.q.strides[1],
+        kv_row=a.kv.strides[0], index_stride=0 if a.indices is None else a.indices.strides[0], h_q=a.q.shape[1],
+        topk=width, s_kv=a.kv.shape[0], scale_log2=a.sm_scale * math.log2(math.e),
+        aligned=int(a.q.aligned(16) and a.kv.aligned(16)),
+    )  # fmt: skip
+
+
+def indexer_loss(gpu: Gpu, a: IndexerLoss) -> Program:
+    """Twin of `reference.training.indexer_loss`."""
+    (tokens, heads, _), topk, keys = a.q_index.shape, a.target.shape[1], a.k_index.shape[0]
+    kernel, padded = _fitting(LOSS_HEADS, heads), ceil_div(topk, TILE_KEYS) * TILE_KEYS
+    divergences = Slot("divergences", shape=(tokens,), dtype=FLOAT32)
+    number = Slot("tokens that count", shape=(1,), dtype=INTEGERS)
+    lists = Lists(tokens, keys, RANGE_KEYS, True, a.indices, a.length, a.starts, a.ends, a.counted)
+    left = a.max_workspace_bytes - divergences.nbytes - number.nbytes
+    sums = RowSums(lists, a.dk_index, a.accumulate, 1, left, padded * (4 + kernel // 8))
+    scores = Slot("scores", shape=(sums.step, padded), dtype=FLOAT32)
+    bits = Slot("signs", shape=(sums.step, padded, kernel // 8), dtype=UINT8)
+    divisor = 0 if a.per_token else number.ptr
+    program: list[Step] = []
+    if not a.per_token:
+        program.append(Clear(number.ptr, number.nbytes))
+        if tokens > 0:
+            params = TOKENS(
+                indices=pointer(a.indices), starts=pointer(a.starts),
+                ends=pointer(a.ends if a.indices is None else a.length), counted=pointer(a.counted), number=divisor,
+                index_stride=0 if a.indices is None else a.indices.strides[0], tokens=tokens, topk=topk, keys=keys,
+            )  # fmt: skip
+            program.append(Launch(tokens_kernel(), (ceil_div(tokens, WARPS), 1, 1), params))
+    for first in range(0, max(tokens, 1), sums.step):
+        count = min(sums.step, tokens - first)
+        if count > 0:
+            memory = {"number": divisor, "scores": scores.ptr, "bits": bits.ptr}
+            memory["divergences"] = divergences.ptr + FLOAT32.itemsize * first
+            program.append(sums.sort(first, count))
+            program.append(Launch(loss_kernel(kernel), (count, 1, 1), _params(a, sums, first, padded, memory)))
+        program += sums.add(first, count)
+    params = SUM(divergences=divergences.ptr, number=divisor, out=a.loss.ptr, coeff=a.loss_coeff, tokens=tokens)
+    return [*program, Launch(sum_kernel(), (1, 1, 1), params)]
+
+
+def _params(a: IndexerLoss, sums: RowSums, first: int, padded: int, memory: Mapping[str, object]) -> Packed:
+    """Of the kernel that makes a chunk's divergences and gradients."""
+    dq, dw = a.dq_index, a.dw
+    return LOSS(
+        q=from_token(a.q_index, first), k=a.k_index.ptr, w=from_token(a.w, first), target=from_token(a.target, first),
+        rows=sums.rows.ptr, places=sums.places.ptr, counts=sums.counts.ptr,
+        contributions=sums.contributions.ptr if a.gradients else 0, dq=from_token(dq, first), dw=from_token(dw, first),
+        q_token=a.q_index.strides[0], q_head=a.q_index.strides[1], k_row=a.k_index.strides[0], w_token=a.w.strides[0],
+        target_token=a.target.strides[0], dq_token=dq.strides[0] if a.gradients else 0,
+        dq_head=dq.strides[1] if a.gradients else 0, dw_token=dw.strides[0] if a.gradients else 0,
+        heads=a.q_index.shape[1], topk=a.target.shape[1], padded=padded, coeff=a.loss_coeff, relu=int(a.relu),
+        wide=int(a.gradients and dq.dtype == FLOAT32), aligned=int(a.q_index.aligned(16) and a.k_index.aligned(16)),
+        aligned_dq=int(a.gradients and dq.aligned(2 * dq.dtype.itemsize)), **memory,
+    )  # fmt: skip
+
+
+def _fitting(sizes: tuple[int, ...], heads: int) -> int:
+    """The fewest heads that hold all of a token's, or the most there are."""
+    return next((size for size in sizes if heads <= size), sizes[-1])

@@ -1,0 +1,407 @@
+"""What the lightning indexer learns from: `attention_target` and `indexer_loss` over index lists, and the same over
+ranges of rows, for its warm-up.
+
+Source: DeepSeek-V3.2 (DeepSeek Sparse Attention, section 2.1): the indexer's scores, as a distribution over the keys,
+are drawn to where the attention's heads look.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import arrays
+from ..arguments import IndexerLoss, Target
+from ..bridges import Place, bind
+from ..calls.operation import differentiable, operation
+from ..checks.options import require_bool, require_choice, require_integer, require_scale
+from ..checks.validate import require_heads
+from ..checks.values import check_lists, check_ranges
+from ..cuda import training as cuda
+from ..dtypes import BFLOAT16, BOOL, FLOAT32, INT32
+from ..reference import training as reference
+from ..typing import A, AnyArray, GradientDtype
+from .attention import HEAD_DIMS
+from .backward import DTYPES, MAX_WORKSPACE_BYTES, MOST_BYTES, dtype_of
+from .logits import D
+
+__all__ = ["attention_target", "dense_attention_target", "dense_indexer_loss", "dense_lse", "indexer_loss"]
+
+
+@operation
+def attention_target(
+    q: A,
+    kv: AnyArray,
+    indices: AnyArray,
+    lse: AnyArray,
+    sm_scale: float,
+    *,
+    attn_sink: AnyArray | None = None,
+    topk_length: AnyArray | None = None,
+    out: A | None = None,
+) -> A:
+    """Where the heads of a query token look together: the weights of `sparse_prefill`, summed over the heads.
+
+    For each query token i, over the valid entries j of its list, which name the rows `r_j`::
+
+        out[j] = sum_h sigma[h] * exp(sm_scale * dot(q[h], r_j) - lse[h])
+        sigma[h] = 1 / (1 + exp(attn_sink[h] - lse[h]))        1 without a sink
+
+    It is what `indexer_loss` takes as `target`, and divides by its sum. Heads that several GPUs share are summed up
+    before: an all-reduce of `out`. The same call gives the same bits.
+
+    Args:
+        q, kv, indices, sm_scale, topk_length: those of the attention.
+        lse: [s_q, h_q] float32, of the attention: natural logarithm, over the rows alone.
+        attn_sink: [h_q] float32, to have what the sinks take away left out of the weights; mostly they stay whole.
+        out: [s_q, topk] float32, written in place when given.
+
+    Returns:
+        [s_q, topk] float32 in the order of the lists, 0 at invalid entries.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> kv = np.ones((3, 1, 576), bfloat16)
+        >>> q, indices = np.zeros((1, 2, 576), bfloat16), np.array([[[0, 2, -1]]], np.int32)  # 1 query token, 2 heads
+        >>> _, _, lse = cupy_mla.sparse_prefill(q, kv, indices, sm_scale=192**-0.5)
+        >>> cupy_mla.attention_target(q, kv, indices, lse, sm_scale=192**-0.5).tolist()
+        [[1.0, 1.0, 0.0]]
+    """
+    place, (q_, kv_, idx, lse_) = bind(q=q, kv=kv, indices=indices, lse=lse)
+    sink, length, out_ = place.optional(attn_sink=attn_sink, topk_length=topk_length, out=out)
+    arguments = Target(q_, kv_, sm_scale, lse_, sink, idx, length, None, None, out_)
+    tokens, _, rows = _require_attention(arguments)
+    topk = _require_lists(idx, tokens, rows, length)
+    arguments = _squeezed(arguments, place.output("out", out_, (tokens, topk), FLOAT32))
+    place.call(cuda.attention_target, reference.attention_target, arguments)
+    return arguments.out.obj
+
+
+@operation
+def dense_attention_target(
+    q: A,
+    kv: AnyArray,
+    lse: AnyArray,
+    sm_scale: float,
+    starts: AnyArray,
+    ends: AnyArray,
+    *,
+    attn_sink: AnyArray | None = None,
+    out: A | None = None,
+) -> A:
+    """`attention_target` over ranges of rows: where the heads of a query token look in dense attention.
+
+    For each query token i, over the rows j from `starts[i]` up to `ends[i]`, without that::
+
+        out[j] = sum_h sigma[h] * exp(sm_scale * dot(q[h], kv[j]) - lse[h])
+        sigma[h] = 1 / (1 + exp(attn_sink[h] - lse[h]))        1 without a sink
+
+    It has a number for every token and row. Of a long sequence take some tokens at a time, and their
+    `dense_indexer_loss`.
+
+    Args:
+        q: [M, h_q, d_qk] bfloat16, query tokens; d_qk is 576 or 512.
+        kv: [N, 1, d_qk] bfloat16, rows.
+        lse: [M, h_q] float32, of the dense attention, as `dense_lse` has it.
+        sm_scale: factor on dot products.
+        starts, ends: [M] int32 rows that a token looks at; in a sequence from row `a` on, `a` and its own row + 1.
+        attn_sink: [h_q] float32, to have what the sinks take away left out of the weights; mostly they stay whole.
+        out: [M, N] float32, written in place when given.
+
+    Returns:
+        [M, N] float32, 0 outside of the range.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> q, kv = np.zeros((3, 2, 576), bfloat16), np.ones((3, 1, 576), bfloat16)
+        >>> starts, ends = np.array([0, 0, 1], np.int32), np.array([1, 2, 3], np.int32)  # row 1 begins a sequence
+        >>> lse = cupy_mla.dense_lse(q, kv, 192**-0.5, starts, ends)
+        >>> cupy_mla.dense_attention_target(q, kv, lse, 192**-0.5, starts, ends).round(3).tolist()
+        [[2.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
+    """
+    place, (q_, kv_, lse_, first, end) = bind(q=q, kv=kv, lse=lse, starts=starts, ends=ends)
+    sink, out_ = place.optional(attn_sink=attn_sink, out=out)
+    arguments = Target(q_, kv_, sm_scale, lse_, sink, None, None, first, end, out_)
+    tokens, _, rows = _require_attention(arguments)
+    _require_ranges(first, end, tokens, rows)
+    arguments = _squeezed(arguments, place.output("out", out_, (tokens, rows), FLOAT32))
+    place.call(cuda.attention_target, reference.attention_target, arguments)
+    return arguments.out.obj
+
+
+@operation
+def dense_lse(q: A, kv: AnyArray, sm_scale: float, starts: AnyArray, ends: AnyArray, *, out: A | None = None) -> A:
+    """lse of dense attention over ranges of rows, for `dense_attention_target` where the attention's own kernel does
+    not return it.
+
+    Args:
+        q, kv, sm_scale, starts, ends: as `dense_attention_target` takes them.
+        out: [M, h_q] float32, written in place when given.
+
+    Returns:
+        [M, h_q] float32 natural logarithm of the sum of exponentials, +inf of an empty range.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> q, kv = np.zeros((2, 1, 576), bfloat16), np.ones((3, 1, 576), bfloat16)
+        >>> starts, ends = np.array([0, 2], np.int32), np.array([3, 2], np.int32)
+        >>> np.exp(cupy_mla.dense_lse(q, kv, 192**-0.5, starts, ends)).round(3).tolist()  # of three rows, and none
+        [[3.0], [inf]]
+    """
+    place, (q_, kv_, first, end) = bind(q=q, kv=kv, starts=starts, ends=ends)
+    (out_,) = place.optional(out=out)
+    arguments = Target(q_, kv_, sm_scale, None, None, None, None, first, end, out_)
+    tokens, heads, rows = _require_attention(arguments)
+    _require_ranges(first, end, tokens, rows)
+    arguments = _squeezed(arguments, place.output("out", out_, (tokens, heads), FLOAT32))
+    place.call(cuda.dense_lse, reference.dense_lse, arguments)
+    return arguments.out.obj
+
+
+@operation
+@differentiable("dq_index", "dk_index", "dw")
+def indexer_loss(
+    q_index: A,
+    k_index: AnyArray,
+    w: AnyArray,
+    target: AnyArray,
+    indices: AnyArray,
+    *,
+    topk_length: AnyArray | None = None,
+    loss_coeff: float = 1.0,
+    counted: AnyArray | None = None,
+    per_token: bool = False,
+    relu: bool = True,
+    gradients: bool = True,
+    gradient_dtype: GradientDtype = "bfloat16",
+    accumulate: bool = False,
+    max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+    dq_index: A | None = None,
+    dk_index: A | None = None,
+    dw: A | None = None,
+) -> tuple[A, A | None, A | None, A | None]:
+    """How far the indexer's scores are from where attention looks, and the gradients of that.
+
+    For each query token i, over the valid entries j of its list, which name the keys `k_j`::
+
+        z[h, j] = dot(q_index[h], k_j)
+        I[j]    = sum_h w[h] * max(z[h, j], 0)                  z itself without `relu`
+        p       = target / max(sum_j target, 1e-10);  pred = softmax of I
+        KL      = sum_j p[j] * (log(max(p[j], 1e-10)) - log(pred[j]))
+        loss    = loss_coeff * sum_i KL / N                     N: tokens that count, 1 at least; 1 with `per_token`
+
+        dI[j]    = loss_coeff / N * (pred[j] - p[j]);  dz[h, j] = dI[j] * w[h] where z[h, j] > 0, else 0
+        dw[h]    = sum_j dI[j] * max(z[h, j], 0)
+        dq_index = sum_j dz[h, j] * k_j
+        dk_index = sum over all (i, h, j) that name the key: dz[h, j] * q_index[h]
+
+    - Gradients come with the loss, for nothing but the gradient of the loss itself is still to come: a factor. With
+      torch the loss differentiates by itself where q_index, k_index or w want a gradient.
+    - A token counts that has a valid entry, and `counted`, if that is given. Others have the gradient 0, and nothing
+      comes from them, whatever they hold. A key that no valid entry names is never read and has the gradient 0.
+    - An entry that names a key once more is an entry of its own in both distributions. `target` and lists have no
+      gradient.
+    - The same call gives the same bits, run after run: nothing is added by atomics. They do not depend on
+      `max_workspace_bytes`, nor on the order of a list (and its target) that names no key twice.
+    - NaN and infinity reach the loss, and the gradients of the token and of the keys it lists, no others.
+
+    On a GPU dI, `w * q_index` and what a token adds to a key, summed over all heads, are rounded to bfloat16; all sums
+    are float32, and results are rounded once. In NumPy all is float32.
+
+    Args:
+        q_index: [T, H, 128] bfloat16, the indexer's queries, 1 to 128 heads.
+        k_index: [N, 128] bfloat16, its keys.
+        w: [T, H] float32, the heads' weights with all factors, as `indexer_logits` takes them.
+        target: [T, topk] float32, of `attention_target`, in the order of the lists.
+        indices: [T, 1, topk] int32, the lists of the attention.
+        topk_length: [T] int32 lengths of lists.
+        loss_coeff: a factor.
+        counted: [T] bool; others do not count, as those of padding.
+        per_token: leave out the division by N: the sum over the tokens.
+        relu: of the indexer's heads; models of GLM-5's kind have none.
+        gradients: without, the last three results are None.
+        gradient_dtype: of dq_index and dk_index that are allocated. Arrays that are given may have either dtype.
+        accumulate: add to what `dk_index` holds, which must be given and float32: for parts of a batch.
+        max_workspace_bytes: most memory beside the results, on a GPU; more query tokens are worked on in chunks, of
+            one token at least. A token takes about `topk * (276 + H / 8)` bytes.
+        dq_index: [T, H, 128] bfloat16 or float32, written in place when given.
+        dk_index: [N, 128] bfloat16 or float32, written in place when given.
+        dw: [T, H] float32, written in place when given.
+
+    Returns:
+        the loss, float32 of shape [], and the gradients dq_index, dk_index and dw [T, H] float32.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> q_index, k_index = np.ones((1, 2, 128), bfloat16), np.ones((3, 128), bfloat16)
+        >>> w, target = np.full((1, 2), 0.01, np.float32), np.array([[3, 1, 9]], np.float32)
+        >>> indices = np.array([[[0, 2, -1]]], np.int32)
+        >>> loss, dq_index, dk_index, dw = cupy_mla.indexer_loss(q_index, k_index, w, target, indices)
+        >>> f"{float(loss):.3f}"  # of 3/4 and 1/4 from 1/2 and 1/2
+        '0.131'
+        >>> dk_index[:, 0].tolist()  # keys of row 0 shall score more
+        [-0.0050048828125, 0.0, 0.0050048828125]
+    """
+    place, (q, k, w_, target_, idx) = bind(q_index=q_index, k_index=k_index, w=w, target=target, indices=indices)
+    length, counted_, dq, dk, dw_ = place.optional(
+        topk_length=topk_length, counted=counted, dq_index=dq_index, dk_index=dk_index, dw=dw
+    )
+    arguments = IndexerLoss(
+        q, k, w_, target_, idx, length, None, None, loss_coeff, counted_, per_token, relu, gradients, accumulate,
+        max_workspace_bytes, None, dq, dk, dw_,
+    )  # fmt: skip
+    tokens, keys = _require_indexer(arguments)
+    return _loss(place, arguments, _require_lists(idx, tokens, keys, length), gradient_dtype)
+
+
+@operation
+@differentiable("dq_index", "dk_index", "dw")
+def dense_indexer_loss(
+    q_index: A,
+    k_index: AnyArray,
+    w: AnyArray,
+    target: AnyArray,
+    starts: AnyArray,
+    ends: AnyArray,
+    *,
+    loss_coeff: float = 1.0,
+    counted: AnyArray | None = None,
+    per_token: bool = False,
+    relu: bool = True,
+    gradients: bool = True,
+    gradient_dtype: GradientDtype = "bfloat16",
+    accumulate: bool = False,
+    max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+    dq_index: A | None = None,
+    dk_index: A | None = None,
+    dw: A | None = None,
+) -> tuple[A, A | None, A | None, A | None]:
+    """`indexer_loss` over ranges of keys, for the warm-up beside dense attention: the same formulas, over the keys from
+    `starts[i]` up to `ends[i]`, without that, in the place of a list.
+
+    Parts of a long sequence come one after the other, as `target` has a number for every token and key: with
+    `per_token` and, for dk_index, `accumulate`. `cupy_mla.integrations.training.warmup_loss` does so.
+
+    Args:
+        q_index: [T, H, 128] bfloat16, the indexer's queries, 1 to 128 heads.
+        k_index: [N, 128] bfloat16, its keys.
+        w: [T, H] float32, the heads' weights with all factors, as `indexer_logits` takes them.
+        target: [T, N] float32, of `dense_attention_target`; nothing is read outside of the ranges.
+        starts, ends: [T] int32 keys that a token scores.
+        loss_coeff, counted, per_token, relu, gradients, gradient_dtype, accumulate: as in `indexer_loss`.
+        max_workspace_bytes: most memory beside the results, on a GPU; more query tokens are worked on in chunks, of
+            one token at least. A token takes about `N * (268 + H / 8)` bytes.
+        dq_index: [T, H, 128] bfloat16 or float32, written in place when given.
+        dk_index: [N, 128] bfloat16 or float32, written in place when given.
+        dw: [T, H] float32, written in place when given.
+
+    Returns:
+        the loss, float32 of shape [], and the gradients dq_index, dk_index and dw [T, H] float32.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> q_index, k_index = np.ones((2, 2, 128), bfloat16), np.ones((3, 128), bfloat16)
+        >>> w, target = np.full((2, 2), 0.01, np.float32), np.array([[1, 0, 0], [1, 3, 0]], np.float32)
+        >>> starts, ends = np.array([0, 0], np.int32), np.array([1, 2], np.int32)
+        >>> loss, dq_index, dk_index, dw = cupy_mla.dense_indexer_loss(q_index, k_index, w, target, starts, ends)
+        >>> f"{float(loss):.3f}"  # of 3/4 and 1/4 from 1/2 and 1/2, divided by two tokens
+        '0.065'
+    """
+    place, (q, k, w_, target_, first, end) = bind(
+        q_index=q_index, k_index=k_index, w=w, target=target, starts=starts, ends=ends
+    )
+    counted_, dq, dk, dw_ = place.optional(counted=counted, dq_index=dq_index, dk_index=dk_index, dw=dw)
+    arguments = IndexerLoss(
+        q, k, w_, target_, None, None, first, end, loss_coeff, counted_, per_token, relu, gradients, accumulate,
+        max_workspace_bytes, None, dq, dk, dw_,
+    )  # fmt: skip
+    tokens, keys = _require_indexer(arguments)
+    _require_ranges(first, end, tokens, keys)
+    return _loss(place, arguments, keys, gradient_dtype)
+
+
+def _require_attention(a: Target) -> tuple[int, int, int]:
+    """Check queries, rows and lse; returns how many query tokens, heads and rows there are."""
+    tokens, heads, d_qk = a.q.require(BFLOAT16, "s_q", "h_q", HEAD_DIMS).shape
+    require_heads(heads)
+    rows = a.kv.require(BFLOAT16, "s_kv", 1, d_qk).shape[0]
+    if a.lse is not None:
+        a.lse.require(FLOAT32, tokens, heads)
+    if a.sink is not None:
+        a.sink.require(FLOAT32, heads)
+    return tokens, heads, rows
+
+
+def _squeezed(a: Target, out: arrays.Array) -> Target:
+    """The arguments as the twins take them."""
+    a.kv.without_axis(1)
+    return a._replace(sm_scale=require_scale("sm_scale", a.sm_scale), out=out)
+
+
+def _require_lists(indices: arrays.Array, tokens: int, rows: int, length: arrays.Array | None) -> int:
+    """Check index lists, and drop their axis of KV heads; returns how many entries they have."""
+    topk = indices.require(INT32, tokens, 1, "topk").without_axis(1).shape[1]
+    if length is not None:
+        length.require(INT32, tokens)
+    if arrays.CHECK_VALUES:
+        check_lists(indices, rows, length)
+    return topk
+
+
+def _require_ranges(starts: arrays.Array, ends: arrays.Array, tokens: int, rows: int) -> None:
+    starts.require(INT32, tokens)
+    ends.require(INT32, tokens)
+    if arrays.CHECK_VALUES:
+        check_ranges(starts, ends, rows)
+
+
+def _require_indexer(a: IndexerLoss) -> tuple[int, int]:
+    """Check queries, keys and weights; returns how many tokens and keys there are."""
+    tokens, heads, _ = a.q_index.require(BFLOAT16, "T", "H", D).shape
+    require_heads(heads, "q_index")
+    a.w.require(FLOAT32, tokens, heads)
+    return tokens, a.k_index.require(BFLOAT16, "N", D).shape[0]
+
+
+def _loss(place: Place, a: IndexerLoss, width: int, gradient_dtype: GradientDtype) -> tuple[Any, Any, Any, Any]:
+    """Check the other arguments of a loss over lists or ranges of so many entries, and compute it."""
+    (tokens, heads, _), keys = a.q_index.shape, a.k_index.shape[0]
+    for name in ("per_token", "relu", "gradients", "accumulate"):
+        require_bool(name, getattr(a, name))
+    require_choice("gradient_dtype", gradient_dtype, DTYPES)
+    a.target.require(FLOAT32, tokens, width)
+    if a.counted is not None:
+        a.counted.require(BOOL, tokens)
+    dq, dk, dw = a.dq_index, a.dk_index, a.dw
+    if not a.gradients and not (dq is dk is dw is None and not a.accumulate):
+        raise ValueError("gradients: dq_index, dk_index, dw and accumulate go with them, got False")
+    if a.accumulate:
+        if dk is None:
+            raise ValueError("accumulate: dk_index, to which is added, must be given")
+        dk.require(FLOAT32, keys, D)
+    loss = place.new("loss", (), FLOAT32)
+    if a.gradients:
+        dq = place.output("dq_index", dq, (tokens, heads, D), dtype_of(dq, gradient_dtype))
+        dk = place.output("dk_index", dk, (keys, D), dtype_of(dk, gradient_dtype))
+        dw = place.output("dw", dw, (tokens, heads), FLOAT32)
+    arguments = a._replace(
+        loss_coeff=require_scale("loss_coeff", a.loss_coeff), loss=loss, dq_index=dq, dk_index=dk, dw=dw,
+        max_workspace_bytes=require_integer("max_workspace_bytes", a.max_workspace_bytes, 1, MOST_BYTES),
+    )  # fmt: skip
+    place.call(cuda.indexer_loss, reference.indexer_loss, arguments)
+    dq, dk, dw = (None if x is None else x.obj for x in (dq, dk, dw))
+    return loss.obj, dq, dk, dw

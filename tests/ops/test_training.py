@@ -1,0 +1,250 @@
+"""`attention_target` and `indexer_loss` against the oracle, over every kind of array; and the oracle against finite
+differences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_mla
+
+from .. import backward
+from .. import oracle_training as oracle
+from ..backward import FLOAT32, bits
+from ..cases import sinks
+from ..kinds import BF16, NumPy, make
+from ..oracle_training import Loss
+from ..training import (
+    GRADIENTS,
+    check,
+    check_bits_whatever,
+    check_dense,
+    check_loss,
+    check_target,
+    inputs,
+    over_ranges,
+    run,
+    with_everything,
+)
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+
+@pytest.mark.parametrize(("relu", "per_token"), [(True, False), (False, True)])
+def test_finite_differences(rng, relu, per_token):
+    """The closed form is the derivative of the loss; lists have duplicates, invalid entries, and no entry at all."""
+    a = with_everything(rng, inputs(rng, 5, 3, 9, 12, relu=relu, per_token=per_token))
+    a = a._replace(q=a.q.astype(np.float64), k=np.nan_to_num(a.k.astype(np.float64)), w=a.w.astype(np.float64))
+    wanted = oracle.gradients(a)
+    for field, name in zip(("q", "k", "w"), GRADIENTS, strict=True):
+        array = getattr(a, field)
+        for _ in range(48):
+            at, ends = tuple(int(rng.integers(n)) for n in array.shape), []
+            for sign in (1, -1):
+                moved = array.copy()
+                moved[at] += sign * 1e-6
+                ends.append(oracle.loss(a._replace(**{field: moved})))
+            assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(wanted[name].value[at], rel=1e-5, abs=1e-8), name
+
+
+# --- results --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "topk", "keys"),
+    [(1, 1, 1, 1), (3, 8, 63, 40), (2, 40, 100, 300), (3, 64, 130, 77), (2, 128, 300, 500)],
+)
+def test_sizes(kind, rng, tokens, heads, topk, keys):
+    check(kind, inputs(rng, tokens, heads, keys, topk))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "gaps", "relu", "per_token"),
+    [(20, FLOAT32, (1, 2, 8), True, True), (64, BF16, (0, 1, 3), False, False), (128, FLOAT32, None, True, False)],
+)
+def test_everything(kind, rng, heads, dtype, gaps, relu, per_token):
+    """Lists of all lengths, duplicates, tokens that do not count, no relu, a sum over tokens, dtypes, any strides."""
+    a = inputs(rng, 6, heads, 60, 90, relu=relu, per_token=per_token)
+    check(kind, with_everything(rng, a), dtype, gaps)
+
+
+def check_predictions_that_underflow(kind: NumPy, rng: np.random.Generator) -> None:
+    """Scores hundreds apart: the key that attention looks at, of which the indexer thinks nothing, has a gradient."""
+    a = inputs(rng, 2, 4, 30, 20)
+    a = a._replace(w=400 * np.abs(a.w), k=np.nan_to_num(a.k.astype(np.float32)).astype(BF16))
+    lists = np.stack([rng.permutation(30)[:20] for _ in range(2)]).astype(np.int32)
+    a = a._replace(indices=lists)
+    target = np.zeros_like(a.target)
+    for i in range(2):
+        pred = oracle.token(a, i).pred
+        assert pred.min() < 1e-60
+        target[i, pred.argmin()] = 3
+    a = a._replace(target=target)
+    loss, *got = run(kind, a)
+    check_loss(kind, loss, a)
+    assert kind.take(loss) > 100
+    for array, want in zip(got, oracle.gradients(a).values(), strict=True):
+        largest = np.abs(want.value).max()
+        np.testing.assert_allclose(kind.take(array).astype(np.float64), want.value, rtol=0.02, atol=1e-3 * largest)
+    assert np.abs(kind.take(got[0]).astype(np.float32)).max(axis=(1, 2)).min() > 0.01
+
+
+def test_predictions_that_underflow(kind, rng):
+    check_predictions_that_underflow(kind, rng)
+
+
+def check_nothing_reaches(kind: NumPy, rng: np.random.Generator, heads: int) -> None:
+    """Tokens without entries and those that do not count hold NaN and change no bit; NaN of a token stays with it."""
+    a = inputs(rng, 5, heads, 50, 40)
+    lists, counted = a.indices.copy(), np.array([True, True, True, True, False])
+    lists[1], lists[2] = -1, len(a.k)
+    a = a._replace(indices=lists, length=np.array([40, 40, 40, 0, 40], np.int32), counted=counted)
+    want = bits(kind, run(kind, a))
+    for array in (a.q, a.w, a.target):
+        array[1:] = np.nan
+    got = run(kind, a)
+    assert bits(kind, got) == want
+    assert not any(kind.take(got[n])[1:].any() for n in (1, 3))
+    b = inputs(rng, 3, heads, 60, 20)
+    clean = [kind.take(x) for x in run(kind, b)]
+    b.q[1, 0, 7] = np.nan
+    loss, dq, dk, dw = (kind.take(x) for x in run(kind, b))
+    listed = np.unique(b.indices[1, b.support(1)])
+    if len(listed) > 0:
+        assert np.isnan(loss)
+        assert np.isnan(dw[1]).all()
+        assert np.isnan(dk[listed].astype(np.float32)).any()
+    for got_, want_, own in ((dq, clean[1], [1]), (dk, clean[2], listed), (dw, clean[3], [1])):
+        got_[own] = want_[own]
+        assert got_.tobytes() == want_.tobytes()
+
+
+def test_nothing_reaches_from_what_does_not_count(kind, rng):
+    check_nothing_reaches(kind, rng, 17)
+
+
+def check_no_tokens_and_no_keys(kind: NumPy, rng: np.random.Generator) -> None:
+    a = inputs(rng, 2, 4, 5, 3)
+    none = a._replace(q=a.q[:0], w=a.w[:0], target=a.target[:0], indices=a.indices[:0])
+    loss, dq, dk, _ = run(kind, none)
+    assert (float(kind.take(loss)), dq.shape, kind.take(dk).any()) == (0, (0, 4, 128), False)
+    loss, dq, dk, dw = run(kind, a._replace(k=a.k[:0]))
+    assert (float(kind.take(loss)), dk.shape[0]) == (0, 0)
+    assert not kind.take(dq).any()
+    assert not kind.take(dw).any()
+    lists = a._replace(target=a.target[:, :0], indices=a.indices[:, :0])
+    ranges = a._replace(target=a.target[:, :0], k=a.k[:0], indices=None, ranges=np.zeros((2, 2), np.int32))
+    for empty in (lists, ranges):
+        loss, *got = run(kind, empty)
+        assert [float(kind.take(loss)), *(kind.take(x).any() for x in got)] == [0, False, False, False]
+    a = inputs(rng, 3, 64, 50, 40)
+    loss, *nothing = run(kind, a, gradients=False)
+    check_loss(kind, loss, a)
+    assert nothing == [None, None, None]
+    assert kind.take(loss).tobytes() == kind.take(run(kind, a)[0]).tobytes()
+
+
+def test_no_tokens_no_keys_and_no_gradients(kind, rng):
+    check_no_tokens_and_no_keys(kind, rng)
+
+
+def check_accumulate(kind: NumPy, rng: np.random.Generator) -> None:
+    """Parts in their order, from zero and without division: those of one call, to the bit."""
+    a = inputs(rng, 7, 12, 40, 30, per_token=True)
+    dk, parts = kind.put(np.zeros(a.k.shape, np.float32)), []
+    for part in (slice(3), slice(3, 4), slice(4, None)):
+        of_part = a._replace(q=a.q[part], w=a.w[part], target=a.target[part], indices=a.indices[part])
+        _, dq, given, _ = run(kind, of_part, dk_index=dk, accumulate=True)
+        assert given is dk
+        parts.append(kind.take(dq).tobytes())
+    _, dq, whole, _ = run(kind, a, gradient_dtype="float32")
+    assert kind.take(dk).tobytes() == kind.take(whole).tobytes()
+    assert b"".join(parts) == kind.take(run(kind, a)[1]).tobytes()
+
+
+def test_accumulate(kind, rng):
+    check_accumulate(kind, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["cupy", "torch_cuda"])
+def test_bits_do_not_depend_on_lists_and_workspace(rng, library):
+    check_bits_whatever(make(library), inputs(rng, 300, 64, 700, 200), (1, 5 << 20, 9 << 20))
+
+
+@pytest.mark.parametrize(("h_q", "d_qk", "gap"), [(1, 576, None), (40, 512, 3), (128, 576, None)])
+def test_target(kind, rng, h_q, d_qk, gap):
+    """Of lists with lengths, invalid entries and duplicates, without and with sinks; of one token none is valid."""
+    a = backward.inputs(rng, 4, h_q, d_qk, 300, 270)
+    a.indices[1] = -1
+    values = check_target(kind, a)
+    for i in (0, 2, 3):
+        assert values[i].sum() == pytest.approx(h_q, rel=1e-4)
+    length = np.array([0, 270, 33, 500], np.int32)
+    check_target(kind, a._replace(length=length, sink=sinks(rng, h_q)), gap)
+
+
+# --- over ranges of rows ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("h_q", "d_qk", "gap"), [(1, 576, 0), (40, 512, 3), (100, 576, 0)])
+def test_dense_attention(kind, rng, h_q, d_qk, gap):
+    check_dense(kind, rng, h_q, d_qk, gap)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "keys", "gaps"), [(1, 1, 1, None), (6, 20, 90, (1, 2, 8)), (3, 128, 200, None)]
+)
+def test_dense_loss(kind, rng, tokens, heads, keys, gaps):
+    check(kind, over_ranges(rng, with_everything(rng, inputs(rng, tokens, heads, keys, 5))), gaps=gaps)
+
+
+def test_ranges_are_lists(kind, rng):
+    """Over the same keys both losses are the same, to the bit."""
+    a = over_ranges(rng, inputs(rng, 6, 9, 70, 5, counted=np.arange(6) != 3))
+    lists = np.full((6, 70), -1, np.int32)
+    for i in range(6):
+        lists[i, a.support(i)] = a.support(i)
+    got, want = (bits(kind, run(kind, x)) for x in (a, a._replace(ranges=None, indices=lists)))
+    assert got == want
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def arguments(a: Loss) -> dict[str, object]:
+    return {"q_index": a.q, "k_index": a.k, "w": a.w, "target": a.target, "indices": a.indices[:, None]}
+
+
+def test_errors(rng):
+    a = inputs(rng, 2, 4, 10, 6)
+    float32 = np.zeros(a.k.shape, np.float32)
+    for wrong, error, message in (
+        ({"target": a.target[:, :3]}, ValueError, r"target: expected shape \[2, 6\]"),
+        ({"w": a.w.astype(BF16)}, TypeError, r"w: expected dtype float32"),
+        ({"q_index": a.q[..., :64].copy()}, ValueError, r"q_index: expected shape \[T, H, 128\]"),
+        ({"q_index": np.zeros((2, 129, 128), BF16)}, ValueError, r"q_index: expected 1 to 128 heads"),
+        ({"counted": np.ones(2, np.int32)}, TypeError, r"counted: expected dtype bool"),
+        ({"accumulate": True}, ValueError, r"accumulate: dk_index, to which is added, must be given"),
+        ({"gradients": False, "dk_index": float32}, ValueError, r"gradients: dq_index, dk_index, dw and"),
+        ({"gradient_dtype": "float16"}, ValueError, r"gradient_dtype must be one of"),
+        ({"relu": 1}, TypeError, r"relu: expected True or False"),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            cupy_mla.indexer_loss(**{**arguments(a), **wrong})
+
+
+def test_checks_of_values(rng, checked):
+    a, b = inputs(rng, 2, 4, 10, 6), backward.inputs(rng, 2, 4, 576, 10, 6, invalid=0)
+    a.indices[1, 2], lists = 10, b.indices.copy()
+    lists[1, 0, 2] = 10
+    _, lse = backward.forward(b)
+    with pytest.raises(IndexError, match=r"^indices"):
+        cupy_mla.indexer_loss(**arguments(a))
+    with pytest.raises(IndexError, match=r"^indices"):
+        cupy_mla.attention_target(b.q, b.kv, lists, lse, 0.1)
+    starts, ends = np.zeros(2, np.int32), np.array([3, 11], np.int32)
+    with pytest.raises(IndexError, match=r"^ends"):
+        cupy_mla.dense_lse(b.q, b.kv, 0.1, starts, ends)
+    with pytest.raises(IndexError, match=r"^ends"):
+        cupy_mla.dense_indexer_loss(a.q, a.k, a.w, np.zeros((2, 10), np.float32), starts, ends)
