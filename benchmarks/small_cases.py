@@ -214,10 +214,12 @@ FLAT = {"bf16_sm90": (1,), "bf16_cluster_sm90": (2,), "bf16_shares_sm90": (3,)}
 SPLITS = {**FLAT, "fp8_sm90": (1, 3, 20)}
 
 
-def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel: str) -> None:
-    """Splits of two caches, or of one, flat cache."""
+def decode_case(
+    rng: np.random.Generator, layout: layouts.Layout, h: int, kernel: str, other: layouts.Layout | None = None
+) -> None:
+    """Splits of two caches, the second one of layout `other`, or of one, flat cache."""
     cache, gpu_cache = packed(rng, layout, 3, 61)
-    extra, gpu_extra = packed(rng, layout, 20, 2)
+    extra, gpu_extra = packed(rng, other or layout, 20, 2)
     q = (10 * rng.standard_normal((2, 2, h, layout.d_qk))).astype(BF16)
     indices = rng.integers(-5, 190, (2, 2, 1025), dtype=np.int32)
     indices[0, :, 64:320] = indices[1, 0, 640:] = -1  # tiles without a valid entry
@@ -225,14 +227,14 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
     gpu_q, gpu_i, gpu_e = on_gpu(q, indices, extra_indices)
     second = {} if kernel in FLAT else {"extra_k_cache": extra, "extra_indices": extra_indices}
     gpu_second = {} if kernel in FLAT else {"extra_k_cache": gpu_extra, "extra_indices": gpu_e}
-    scale = SM_SCALES[layout.d_qk]
-    expected = cupy_mla.sparse_decode(q, cache, indices, scale, layout=layout.name, **second)
+    scale, named = SM_SCALES[layout.d_qk], {"layout": layout.name}
+    if other is not None:
+        named["extra_layout"] = other.name
+    expected = cupy_mla.sparse_decode(q, cache, indices, scale, **named, **second)
     os.environ[VARIABLE] = kernel
     for splits in SPLITS.get(kernel, (1, 3)):
-        result = cupy_mla.sparse_decode(
-            gpu_q, gpu_cache, gpu_i, scale, num_splits=splits, layout=layout.name, **gpu_second
-        )
-        compare_attention(f"decode {layout.name} h {h} {kernel} splits {splits}", result, expected)
+        result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=splits, **named, **gpu_second)
+        compare_attention(f"decode {' '.join(named.values())} h {h} {kernel} splits {splits}", result, expected)
 
 
 DENSE_SPLITS = {"dense_cluster_sm90": (None, 3), "dense_whole_sm90": (None, 1)}
@@ -538,6 +540,10 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
                 yield f"decode {name} h {h} {kernel}", partial(decode_case, layout=layout, h=h, kernel=kernel)
             for kernel in dense_kernels(driver.gpu(0), layout):
                 yield f"dense {name} h {h} {kernel}", partial(dense_case, layout=layout, h=h, kernel=kernel)
+    for layout, others in layouts.EXTRA_OF.items():
+        for other, h, kernel in product(others, (8, 32, 64), shapes):
+            case = partial(decode_case, layout=layout, h=h, kernel=kernel, other=other)
+            yield f"decode {layout.name} beside {other.name} h {h} {kernel}", case
     plain = (layouts.PLAIN_FP8_576, layouts.PLAIN_FP8_512) if hopper else ()
     for layout, h, e4m3_q in product(plain, (16, 70), (False, True)):
         act = partial(dense_case, layout=layout, h=h, kernel="dense_fp8_sm90", e4m3_q=e4m3_q)

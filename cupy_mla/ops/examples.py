@@ -339,7 +339,7 @@ def decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
                 sink = rng.standard_normal(heads, np.float32)
                 more = {"extra_k_cache": extra, "extra_indices": lists[1], "attn_sink": sink}
                 yield Call(f"{detail}, two caches", arguments | more)
-        for other in EXTRA_OF.get(layout, ()):
+        for other in (other for other in EXTRA_OF.get(layout, ()) if other in wanted.layouts):
             more = {"extra_k_cache": _full_cache(rng, other, TOKENS // 2, 2), "extra_layout": other.name}
             more["extra_indices"] = _lists(rng, wanted, *arguments["indices"].shape)
             yield Call(f"{detail}, beside {other.name}", arguments | more)

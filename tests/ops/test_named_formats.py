@@ -130,7 +130,7 @@ def test_every_bf16_value(kind, rng, fmt, scale_format):
 
 
 @pytest.mark.parametrize("fmt", oracle.FP4, ids=shown)
-def test_any_bytes_are_unpacked(kind, rng, fmt):
+def test_any_bytes_are_read(kind, rng, fmt):
     """Scales that are 0, negative or NaN, too."""
     cache = rng.integers(0, 256, (3, 5, fmt.token_bytes), np.uint8)
     cache[rng.random(cache.shape) < 0.1] = 0x7F
@@ -140,6 +140,14 @@ def test_any_bytes_are_unpacked(kind, rng, fmt):
     with np.errstate(invalid="ignore"):
         want = oracle.named_rows(fmt, cache, slots).astype(np.float32)
     np.testing.assert_array_equal(got, want)
+    out, table, lens = poisoned((1, 15, fmt.d_qk), BF16), np.array([[0, 1, 2]], np.int32), np.array([15], np.int32)
+    cache, out, table, lens = map(kind.put, (cache, out, table, lens))
+    if fmt in OF_V4:
+        cupy_mla.dequantize_and_gather_k_cache(out, cache, lens, None, table, 5, 0, layout=fmt.name)
+    else:
+        first = kind.put(np.zeros(1, np.int32))
+        cupy_mla.cp_gather_and_upconvert_fp8_kv_cache(cache, out[0], table, lens, first, layout=fmt.name)
+    np.testing.assert_array_equal(kind.take(out)[0].astype(np.float32), want.astype(BF16).astype(np.float32))
 
 
 @every_cache
