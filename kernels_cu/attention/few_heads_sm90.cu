@@ -1,5 +1,5 @@
-// Sparse attention of few heads on Hopper, V32_FP8 and bf16 rows, decode and prefill: rows go from the ring into
-// registers.
+// Sparse attention of few heads on Hopper, rows with float32 scales (V32_FP8, V32_NOPE_FP8) and bf16 rows, decode and
+// prefill: rows go from the ring into registers.
 //
 // Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64. Rows or value columns are the
 // M side and come from registers, widened on the way (tile/fragments.cuh). So shared memory holds rows as they lie in
@@ -12,9 +12,9 @@
 //                          8 rows reaches. Each looks at all entries of a tile: tiles in which none is valid are left
 //                          out, by all four alike
 //   CONSUMERS warpgroups   (3; 2 for 32 heads) take tiles in turn, each with a softmax of its own:
-//     S^T                  V32_FP8: the 128 columns of one scale after the other, times the row's float32 scale, so
+//     S^T                  FP8 rows: the 128 columns of one scale after the other, times the row's float32 scale, so
 //                          that no scaled value is ever rounded
-//     P^T                  to shared memory. V32_FP8: f16, a copy for each scale, relative to a reference for each
+//     P^T                  to shared memory. FP8 rows: f16, a copy for each scale, relative to a reference for each
 //                          head and scale
 //     vote                 if a value is far above its reference, references rise, O^T follows, and P^T is computed
 //                          again
@@ -37,7 +37,7 @@
 // keep the next fragments from being widened in the meantime.
 //
 // Shared memory: Q heads x D_QK x 2; P CONSUMERS x copies x heads x 128; 4 rings of STAGES x 8 staged rows of 656
-// bytes (bf16: 2 x D_QK + 16); statistics and mbarriers.
+// or 528 bytes (bf16: 2 x D_QK + 16); statistics and mbarriers.
 // Registers: 152 (32 heads: 232) a consumer thread, 56 (40) a producer thread, together 512 x 128 (384 x 168):
 // setmaxnreg hands out no more than the launch had.
 // What was tried, what bounds it: docs/kernels/few_heads_sm90.md.

@@ -20,12 +20,16 @@ def test_caches(kind, emulated, rng, fmt, scale_format):
     assert {"pack", "unpack", gather} <= set(emulated.launched)
 
 
+@pytest.mark.long(sample=4)
 @every_format
-@pytest.mark.parametrize(("h_q", "num_splits"), [(7, None), (64, 3)])
-def test_attention(kind, emulated, rng, fmt, h_q, num_splits):
+@pytest.mark.parametrize(("name", "h_q", "num_splits"), [("portable", 7, None), ("portable", 64, 3), (None, 64, 3)])
+def test_attention(kind, emulated, rng, force, fmt, name, h_q, num_splits):
+    """By the portable kernel, and by those that are chosen on Hopper."""
+    force(name)
     of_operation.test_sparse_decode(kind, rng, fmt, h_q, num_splits)
     of_operation.test_dense_decode(kind, rng, fmt, h_q)
-    assert "portable" in emulated.launched
+    of_operation.test_scales_far_apart(kind, rng, fmt, h_q)
+    assert ({name} if name else {"fp8_sm90", "dense_fp8_sm90"}) <= set(emulated.launched)
 
 
 @scales_of_0

@@ -155,6 +155,26 @@ def test_dense_decode(kind, rng, fmt, h_q):
     )
 
 
+@every_format
+@pytest.mark.parametrize("h_q", [7, 64])
+def test_scales_far_apart(kind, rng, fmt, h_q):
+    """A query that sees one row gets its values, those of small scales too, but for what is 2^-32 of the largest."""
+    shrunk = np.repeat(rng.integers(-14, 1, (4, 16)), 32, axis=1)
+    rows = np.ldexp(latent(rng, 4, 512).astype(np.float32), shrunk).astype(BF16)
+    cache, slots = poisoned((1, 4, fmt.token_bytes), np.uint8), rng.permutation(4).astype(np.int32)
+    for t, row in enumerate(rows):
+        oracle.write_token(fmt, cache.reshape(1, -1)[0], 4, t, row)
+    q = np.zeros((4, 1, h_q, 512), BF16)  # logits of 0 are exact
+    with poisoned_outputs():
+        out, lse = cupy_mla.sparse_decode(
+            *map(kind.put, (q, cache, slots[:, None, None])), scale_of(q, None), layout=fmt.name
+        )
+    want = oracle.named_rows(fmt, cache, slots)[:, None, None]
+    error, least = np.abs(kind.take(out).astype(np.float64) - want), 2.0**-32 * np.abs(want).max(-1, keepdims=True)
+    assert (error <= 2.0**-7 * np.abs(want) + least).all()
+    assert not kind.take(lse).any()
+
+
 @pytest.mark.parametrize(
     ("kv_format", "use_legacy", "fmt"),
     [("V32_NO_ROPE", False, oracle.V32_NOPE), ("v32_nope_fp8", True, oracle.V32_NOPE), ("V41", False, oracle.V41),

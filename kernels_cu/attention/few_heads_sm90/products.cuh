@@ -79,12 +79,18 @@ __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (
     const uint32_t q = head_fragments_place(q_lines(), r.lane);
     const uint32_t q_rope = q + NOPE_BLOCKS * Q_BLOCK_BYTES;
     uint32_t a[4][4];
-    const QkRaw rope = load_qk(row, ROPE_OFFSET, true, r.t);
-    HeadFragments f = load_head_fragments(q_rope, 0);
+    QkRaw rope;
+    HeadFragments f;
+    if constexpr (D_ROPE > 0) {
+        rope = load_qk(row, ROPE_OFFSET, true, r.t);
+        f = load_head_fragments(q_rope, 0);
+    }
     QkRaw raw = load_qk(row, 0, !FOLDED, r.t);  // always a column block ahead
     clear(s);
-    qk_wide(rope, a);
-    multiply_block<false>(q_rope, f, a, s);
+    if constexpr (D_ROPE > 0) {
+        qk_wide(rope, a);
+        multiply_block<false>(q_rope, f, a, s);
+    }
 #pragma unroll 1
     for (int first = 0; first < NOPE_BLOCKS; first += SUMS * EACH) {
         float sum[SUMS][HEAD_TILES][4];
