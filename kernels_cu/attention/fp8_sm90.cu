@@ -22,7 +22,8 @@
 // because ref is a reference for that sum, which rises when a P^T passes MAX_P. The denominator adds P^T / r.
 //   float32 scales (V32_FP8, V32_NOPE_FP8): nothing that is multiplied for S^T is rounded: between chunks of 128 columns
 //     S^T is multiplied by scale_c / scale_c+1. RoPE in bfloat16; without RoPE the last scale is a factor of the logits.
-//     For the values scale / r is rounded to f16, and so is its product with e4m3.
+//     For the values scale / r is rounded to f16, and so is its product with e4m3. What stands under a scale of 0, NaN too,
+//     becomes zeros in the ring before it is multiplied: 7 instructions a tile look for such scales.
 //   UE8M0 scales (V4_FP8, V41_FP8): powers of two, so K is widened to e4m3 * (scale / r), too. Both are exact while
 //     scale / r is 2^-15 or more; below, values are rounded to multiples of r 2^-24, 2^-31 of the row's largest one or less.
 //     V4_FP8's RoPE becomes f16 divided by r and goes back to where it lay in the ring; as a value column it needs no more.

@@ -32,9 +32,19 @@ def test_attention(kind, emulated, rng, force, fmt, name, h_q, num_splits):
     assert ({name} if name else {"fp8_sm90", "dense_fp8_sm90"}) <= set(emulated.launched)
 
 
+@pytest.mark.long(sample=3)
 @scales_of_0
-@pytest.mark.parametrize("name", ["portable", "portable_99kb"])
+@pytest.mark.parametrize("name", ["portable", "portable_99kb", "dense_fp8_sm90"])
 def test_what_is_stored_under_a_scale_of_0_is_0(kind, emulated, rng, force, fmt, name):
     force(name)
-    of_operation.test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt, force)
-    assert {"portable", "unpack", "gather"} <= set(emulated.launched)
+    of_operation.test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt)
+    assert {name.removesuffix("_99kb"), "unpack", "gather"} <= set(emulated.launched)
+
+
+@pytest.mark.long(sample=2)
+@scales_of_0
+@pytest.mark.parametrize(("name", "h_q"), [("fp8_sm90", 64), ("few_heads_sm90", 7)])
+def test_sparse_decode_under_scales_of_0(kind, emulated, rng, force, fmt, name, h_q):
+    force(name)
+    of_operation.test_sparse_decode_under_scales_of_0(kind, rng, fmt, h_q)
+    assert name in emulated.launched

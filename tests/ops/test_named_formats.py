@@ -10,7 +10,18 @@ import pytest
 import cupy_mla
 
 from .. import oracle
-from ..cases import check_result, latent, off_zero, paged, poisoned_outputs, queries, scale_of, sinks
+from ..cases import (
+    check_decode,
+    check_result,
+    latent,
+    off_zero,
+    paged,
+    poisoned_outputs,
+    queries,
+    scale_of,
+    sinks,
+    with_holes,
+)
 from ..dense import assert_dense, dense_oracle, in_cache
 from ..dense import off_zero as off_zero_dense
 from ..kinds import BF16, NumPy, poisoned
@@ -216,10 +227,17 @@ def under_scales_of_0(rng: np.random.Generator, fmt: oracle.Format, cache: np.nd
 
 
 @scales_of_0
-def test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt, force):
-    """Kernels for Hopper multiply what is stored by 0, so that NaN stays NaN: the portable one reads these rows."""
-    if kind.on_gpu:
-        force("portable_99kb")
+@pytest.mark.parametrize("h_q", [7, 64])
+def test_sparse_decode_under_scales_of_0(kind, rng, fmt, h_q):
+    """Lists have holes, too."""
+    main = paged(rng, fmt, 2, 1, 300, 64)
+    under_scales_of_0(rng, fmt, main.cache)
+    with_holes(rng, main)
+    check_decode(kind, fmt, off_zero(fmt, queries(rng, 2, 1, h_q, fmt.d_qk), main), main)
+
+
+@scales_of_0
+def test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt):
     of = in_cache(rng, fmt, [100, 30], 16, sees=None)
     under_scales_of_0(rng, fmt, of.cache)
     q = off_zero_dense(fmt, queries(rng, 2, 1, 16, fmt.d_qk), of)

@@ -61,6 +61,23 @@ __device__ __forceinline__ void clear(float (&acc)[HEAD_TILES][4]) {
     for (int i = 0; i < HEADS / 2; ++i) acc[i / 4][i % 4] = 0.0f;
 }
 
+// FP8 rows: whether the scale of chunk t of a row is 0.
+__device__ __forceinline__ bool has_zero_scale(uint32_t row, int t) {
+    return __uint_as_float(load_shared_4(row + int(SCALE_OFFSET) + 4 * t)) == 0.0f;
+}
+
+// Rare: chunk t of each of a lane's two rows becomes zeros in the ring if its scale is 0: what is stored there counts as 0,
+// NaN too. `valid`: of the rows, a bit each; the others are zeros. All lanes of the warp call.
+__device__ __forceinline__ void clear_under_zeros(uint32_t row, int t, uint32_t valid) {
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i, row += STAGED, valid >>= 1) {
+        if (!(valid & 1) || !has_zero_scale(row, t)) continue;
+#pragma unroll 1
+        for (int at = 0; at < SCALE_TILE; at += 16) store_shared_16(row + SCALE_TILE * t + at, {0, 0, 0, 0});
+    }
+    __syncwarp();
+}
+
 // V32_FP8: the scales of chunk `k` of a thread's two rows.
 struct TwoScales {
     float x, y;

@@ -270,14 +270,37 @@ __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
 
 // Below, bytes are loaded and widened for the column block after next while wgmma works.
 
+// Whether the scale of chunk t of a row is 0.
+__device__ __forceinline__ bool has_zero_scale(uint32_t row, int t) {
+    return __uint_as_float(load_shared_4(row + SCALES_AT + 4 * t)) == 0.0f;
+}
+
+// Rare: chunk t of each of a thread's two rows becomes zeros in the ring if its scale is 0: what is stored there counts as
+// 0, NaN too. `marks`: of the rows' stage. Rows that are not valid are zeros. All lanes of the warp call.
+__device__ __forceinline__ void clear_under_zeros(uint32_t row, const Role& r, uint32_t marks) {
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i, row += 8 * STRIDE) {
+        const bool valid = marks >> valid_bit(r.g + 8 * i) & 1;
+        if (!valid || !has_zero_scale(row, r.t)) continue;
+#pragma unroll 1
+        for (int at = 0; at < SCALE_TILE; at += 16) store_shared_16(row + SCALE_TILE * r.t + at, {0, 0, 0, 0});
+    }
+    __syncwarp();
+}
+
 // Float32 scales: S^T goes from one chunk's scale to the next one's.
-__device__ __forceinline__ RowScales multiply_qk_float_scales(uint32_t row, int t, float logit_scale,
-                                                              float (&s)[HEADS / 2]) {
+__device__ __forceinline__ RowScales multiply_qk_float_scales(const Role& r, uint32_t row, uint32_t stage,
+                                                              float logit_scale, float (&s)[HEADS / 2]) {
     static_assert(!FLOAT_SCALES || (CHUNKS == 4 && SCALE_TILE == 128), "two column blocks a scale");
     const uint32_t none[2] = {0, 0};
     const uint64_t q = q_operand();
+    const int t = r.t;
     uint32_t a[2][4][4];
     Bytes bytes = load_block(row, t, 0);
+    if (__builtin_expect(__any_sync(~0u, has_zero_scale(row, t) | has_zero_scale(row + 8 * STRIDE, t)), 0)) {
+        clear_under_zeros(row, r, small().marks[place_of(stage)]);
+        bytes = load_block(row, t, 0);
+    }
     float scale[2][4];
     load_float_scales(row, scale[0]);
     load_float_scales(row + 8 * STRIDE, scale[1]);
@@ -467,7 +490,7 @@ __device__ __forceinline__ RowScales multiply_qk(const AttentionParams& p, const
     const uint32_t row = stage_address(stage) + row_offset(r.g);
     RowScales scales;
     if constexpr (FLOAT_SCALES) {
-        scales = multiply_qk_float_scales(row, r.t, logit_scale, s);
+        scales = multiply_qk_float_scales(r, row, stage, logit_scale, s);
     } else if constexpr (E8M0_SCALES) {
         scales = multiply_qk_e8m0_scales(row, r.t, logit_scale, s);
     } else {

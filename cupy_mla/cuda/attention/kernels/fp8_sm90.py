@@ -49,7 +49,7 @@ TIMED_AS = {
 MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
 # Addresses, one or two of them a tile, too.
 SPILL_BYTES = {SEGMENTS: 20}
-SPILL_BYTES_OF = {V32_NOPE_FP8: {**SPILL_BYTES, TEAMS: 4, CLUSTERS: 4}}
+SPILL_BYTES_OF = {V32_FP8: {**SPILL_BYTES, TEAMS: 4}, V32_NOPE_FP8: {**SPILL_BYTES, TEAMS: 8, CLUSTERS: 4}}
 
 
 def defines(layout: Layout, lines: int, division: int, dense: bool = False) -> dict[str, int | str]:
