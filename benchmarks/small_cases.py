@@ -306,18 +306,18 @@ def short_lists(rng: np.random.Generator, layout: layouts.Layout, h: int) -> tup
     indices[np.arange(900) >= length[:, None, None]] = -1
     gpu_q, gpu_i, gpu_length = on_gpu(q, indices, length)
     scale = SM_SCALES[layout.d_qk]
-    expected = cupy_mla.sparse_decode(q, cache, indices, scale)
+    expected = cupy_mla.sparse_decode(q, cache, indices, scale, layout=layout.name)
     return (gpu_q, gpu_cache, gpu_i, scale), gpu_length, expected
 
 
-def shares_case(rng: np.random.Generator, h: int) -> None:
-    """`few_heads_sm90` over V32_FP8 rows that are divided evenly over all CTAs, without and with lengths."""
-    decode, length, expected = short_lists(rng, layouts.V32_FP8, h)
+def shares_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> None:
+    """`few_heads_sm90` over FP8 rows that are divided evenly over all CTAs, without and with lengths."""
+    decode, length, expected = short_lists(rng, layout, h)
     os.environ[VARIABLE] = "few_heads_sm90"
     for name, more in (("alike", {}), ("by length", {"topk_length": length})):
         with cupy_mla.forced(division="shares"):
-            result = cupy_mla.sparse_decode(*decode, **more)
-        compare_attention(f"shares of few heads h {h} {name}", result, expected)
+            result = cupy_mla.sparse_decode(*decode, **more, layout=layout.name)
+        compare_attention(f"shares of few heads {layout.name} h {h} {name}", result, expected)
 
 
 def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> None:
@@ -330,10 +330,11 @@ def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> No
     def planned() -> tuple:
         q, cache, indices, scale = decode
         return cupy_mla.flash_mla_with_kvcache(
-            q, cache, None, None, 512, schedule, softmax_scale=scale, is_fp8_kvcache=True, indices=indices
-        )
+            q, cache, None, None, 512, schedule, softmax_scale=scale, is_fp8_kvcache=True, indices=indices,
+            kv_format=layout.name,
+        )  # fmt: skip
 
-    alike = partial(cupy_mla.sparse_decode, *decode)
+    alike = partial(cupy_mla.sparse_decode, *decode, layout=layout.name)
 
     for name, division, call, times in (
         ("whole", Whole(heads), alike, 1),
@@ -525,10 +526,11 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
                 yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
         for kernel in shapes:
             yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
-    for layout, h in product((layouts.V32_FP8, layouts.V4_FP8), (32, 70)) if hopper else ():
+    divided = [layout for layout in fp8_sm90.LAYOUTS if not layout.scale_of_call]
+    for layout, h in product(divided, (32, 70)) if hopper else ():
         yield f"divided {layout.name} h {h}", partial(divided_case, layout=layout, h=h)
-    for h in (7, 16) if hopper else ():
-        yield f"shares of few heads h {h}", partial(shares_case, h=h)
+    for layout, h in product((layouts.V32_FP8, layouts.V32_NOPE_FP8), (7, 16)) if hopper else ():
+        yield f"shares of few heads {layout.name} h {h}", partial(shares_case, layout=layout, h=h)
     for layout, heads in product((layouts.BF16_576, layouts.BF16_512), (16, 32, 64)) if hopper else ():
         case = partial(cluster_case, layout=layout, heads=heads)
         yield f"decode d_qk {layout.d_qk} in clusters of {heads} heads", case

@@ -200,7 +200,7 @@ V32_NOPE_FP8 = Layout(
 )  # fmt: skip
 V41_FP8 = Layout(
     "v41_fp8", 512, 512, 0, token_bytes=528, row_stride=528, rope_offset=528,
-    scale_kind="ue8m0", scale_tile=32, scale_offset=512, told=False, of_v4=True, reader="v41_fp8",
+    scale_kind="ue8m0", scale_tile=32, scale_offset=512, told=False, of_v4=True, reader="v32_fp8",
 )  # fmt: skip
 V41_FP8_SPLIT = Layout(
     "v41_fp8_split", 512, 512, 0, token_bytes=528, row_stride=512, rope_offset=512,

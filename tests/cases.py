@@ -288,6 +288,7 @@ def run_decode(
     num_splits: int | None = None,
     batch_invariant: bool = False,
     out: Any = None,
+    layout: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run `sparse_decode` over one kind of array; returns the results as NumPy."""
     more = {}
@@ -301,7 +302,7 @@ def run_decode(
         results = cupy_mla.sparse_decode(
             kind.put(q), kind.put(main.cache), kind.put(main.indices), scale_of(q, sm_scale),
             attn_sink=kind.put(sink), topk_length=kind.put(main.length), out=out, num_splits=num_splits,
-            batch_invariant=batch_invariant, **more,
+            batch_invariant=batch_invariant, layout=layout, **more,
         )  # fmt: skip
     if out is not None:
         assert results[0] is out
@@ -369,8 +370,9 @@ def check_decode(
     """Run `sparse_decode` and compare it with the oracle; returns the results."""
     out = None if out_gaps is None else Output(kind, (*q.shape[:3], 512), out_gaps)
     got = run_decode(
-        kind, q, main, extra, sm_scale=sm_scale, sink=sink, num_splits=num_splits, out=out.array if out else None
-    )
+        kind, q, main, extra, sm_scale=sm_scale, sink=sink, num_splits=num_splits, out=out.array if out else None,
+        layout=fmt.layout,
+    )  # fmt: skip
     if out:
         out.check_gaps()
     want = decode_oracle(fmt, q, main, extra, sm_scale=sm_scale, sink=sink)

@@ -125,7 +125,7 @@ def check_dense(
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Run `dense_decode` and compare it with the oracle; returns the results."""
     out = None if out_gaps is None else Output(kind, (*q.shape[:3], 512), out_gaps, values_of(q))
-    given = {} if out is None else {"out": out.array}
+    given = {"layout": fmt.layout} | ({} if out is None else {"out": out.array})
     got = run_dense(kind, q, of, sm_scale=sm_scale, sink=sink, **given, **more)
     if out is not None:
         out.check_gaps()

@@ -24,7 +24,7 @@ from .dense import (
 from .kinds import gapped
 
 FORMATS = (oracle.BF16_576, oracle.BF16_512, oracle.FP16_576, oracle.FP16_512)
-FP8_FORMATS = (oracle.V32, oracle.V4)
+FP8_FORMATS = (oracle.V32, oracle.V4, oracle.V32_NOPE, oracle.V41, oracle.V41_SPLIT)
 
 
 def some_lengths(rng: np.random.Generator, b: int) -> np.ndarray:
@@ -103,9 +103,10 @@ def bits_of_a_request(kind: Any, rng: np.random.Generator, b: int, formats: Any 
     """They depend on nothing else in the batch, nor on the table's width, where a call asks for that."""
     fmt, h_q = formats[rng.integers(len(formats))], int(rng.choice([3, 16]))  # few lines alone, more than CTAs with all
     of, q = in_cache(rng, fmt, some_lengths(rng, b), 64, 2), dense_queries(rng, fmt, b, 2, h_q)
-    out, lse = run_dense(kind, q, of, batch_invariant=True)
+    out, lse = run_dense(kind, q, of, batch_invariant=True, layout=fmt.layout)
     r = int(rng.integers(b))
     table = np.pad(of.table[r : r + 1], ((0, 0), (0, int(rng.integers(200)))), constant_values=-1)
-    got = run_dense(kind, q[r : r + 1], Requests(of.cache, table, of.lens[r : r + 1], 2, of.sees), batch_invariant=True)
+    alone = Requests(of.cache, table, of.lens[r : r + 1], 2, of.sees)
+    got = run_dense(kind, q[r : r + 1], alone, batch_invariant=True, layout=fmt.layout)
     assert got[0].tobytes() == out[r].tobytes()
     assert got[1].tobytes() == lse[r].tobytes()

@@ -71,6 +71,7 @@ class Format:
     token_bytes: int
     scale: float | None = None  # of all rows, where a call brings it
     dtype: np.dtype = BF16  # of values that are not quantized
+    named: bool = False  # whether a call must name it, for rows of its size may be another's
 
     @property
     def quantized(self) -> bool:
@@ -79,6 +80,11 @@ class Format:
     @property
     def last_axis(self) -> int:
         return self.token_bytes if self.quantized else self.d_qk
+
+    @property
+    def layout(self) -> str | None:
+        """What a call says of it."""
+        return self.name if self.named else None
 
 
 BF16_576 = Format("bf16_576", 576, 0, 0, 1152)
@@ -89,9 +95,9 @@ PLAIN_576 = Format("plain_fp8_576", 576, 576, 576, 576, scale=1.0)
 PLAIN_512 = Format("plain_fp8_512", 512, 512, 512, 512, scale=1.0)
 FP16_576 = Format("fp16_576", 576, 0, 0, 1152, dtype=np.dtype(np.float16))
 FP16_512 = Format("fp16_512", 512, 0, 0, 1024, dtype=np.dtype(np.float16))
-V32_NOPE = Format("v32_nope_fp8", 512, 512, 128, 528)
-V41 = Format("v41_fp8", 512, 512, 32, 528)
-V41_SPLIT = Format("v41_fp8_split", 512, 512, 32, 528)
+V32_NOPE = Format("v32_nope_fp8", 512, 512, 128, 528, named=True)
+V41 = Format("v41_fp8", 512, 512, 32, 528, named=True)
+V41_SPLIT = Format("v41_fp8_split", 512, 512, 32, 528, named=True)
 V32_NVFP4 = Format("v32_nvfp4", 576, 512, 16, 352)
 V4_NVFP4 = Format("v4_nvfp4", 512, 448, 16, 384)
 V41_FP4 = Format("v41_fp4", 512, 512, 16, 288)

@@ -1,5 +1,5 @@
-// Sparse attention of few heads on Hopper, V32_FP8 and bf16 rows, decode and prefill: rows go from the ring into
-// registers.
+// Sparse attention of few heads on Hopper, rows with float32 scales (V32_FP8, V32_NOPE_FP8) and bf16 rows, decode and
+// prefill: rows go from the ring into registers.
 //
 // Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64. Rows or value columns are the
 // M side and come from registers, widened on the way (tile/fragments.cuh). So shared memory holds rows as they lie in
@@ -12,9 +12,9 @@
 //                          8 rows reaches. Each looks at all entries of a tile: tiles in which none is valid are left
 //                          out, by all four alike
 //   CONSUMERS warpgroups   (3; 2 for 32 heads) take tiles in turn, each with a softmax of its own:
-//     S^T                  V32_FP8: the 128 columns of one scale after the other, times the row's float32 scale, so
-//                          that no scaled value is ever rounded
-//     P^T                  to shared memory. V32_FP8: f16, a copy for each scale, relative to a reference for each
+//     S^T                  FP8 rows: the 128 columns of one scale after the other, times the row's float32 scale, so
+//                          that no scaled value is ever rounded. Before, zeros go over what stands under a scale of 0
+//     P^T                  to shared memory. FP8 rows: f16, a copy for each scale, relative to a reference for each
 //                          head and scale
 //     vote                 if a value is far above its reference, references rise, O^T follows, and P^T is computed
 //                          again
@@ -37,7 +37,7 @@
 // keep the next fragments from being widened in the meantime.
 //
 // Shared memory: Q heads x D_QK x 2; P CONSUMERS x copies x heads x 128; 4 rings of STAGES x 8 staged rows of 656
-// bytes (bf16: 2 x D_QK + 16); statistics and mbarriers.
+// or 528 bytes (bf16: 2 x D_QK + 16); statistics and mbarriers.
 // Registers: 152 (32 heads: 232) a consumer thread, 56 (40) a producer thread, together 512 x 128 (384 x 168):
 // setmaxnreg hands out no more than the launch had.
 // What was tried, what bounds it: docs/kernels/few_heads_sm90.md.
@@ -67,6 +67,12 @@ struct TilePlace {
     }
 };
 
+// Bits 0 and 1: which of a lane's two rows are valid. `told`: what is told of this warp's quarter.
+__device__ __forceinline__ uint32_t valid_rows(const Role& r, uint32_t told, const TilePlace& place) {
+    const FirstRow first = first_qk_row(r.g);
+    return load_shared_4(told + 4 * (first.stage == 0 ? place.stage[0] : place.stage[1])) >> first.row;
+}
+
 // Returns how many places for tiles the split took in the rings, after `before` of earlier splits. Places and what is
 // derived from the lane are found anew after each product, or they would be kept in memory in the meantime.
 __device__ __forceinline__ int attend(const Work& w, const Role& r, uint32_t before, Softmax& state,
@@ -75,7 +81,7 @@ __device__ __forceinline__ int attend(const Work& w, const Role& r, uint32_t bef
 #pragma unroll 1
     for (uint32_t number = begin; number < end; number += 2 * CONSUMERS) {
         TilePlace place(number);
-        const uint32_t row = place.rows(r.warp).qk_row(r.g);
+        uint32_t row = place.rows(r.warp).qk_row(r.g);
         const uint32_t told = shared_address(small().told[r.warp]);
         wait_for_stage(r.warp, number);
         wait_for_stage(r.warp, number + 1);
@@ -85,12 +91,16 @@ __device__ __forceinline__ int attend(const Work& w, const Role& r, uint32_t bef
             release_stages(r, place.stage);
             return min(int(of_stage >> TILES_BIT) + CONSUMERS, w.count());
         }
+        if constexpr (FOLDED) {
+            const int t = anew(r).t;
+            if (__builtin_expect(__any_sync(~0u, has_zero_scale(row, t) | has_zero_scale(row + STAGED, t)), 0))
+                clear_under_zeros(row, t, valid_rows(anew(r), told, place));
+            row = opaque(row);  // the addresses of scales need no registers any more
+        }
         float s[HEAD_TILES][4];
         multiply_qk(anew(r), row, s);
         place = TilePlace(opaque(number));
-        const FirstRow first = first_qk_row(r.g);
-        const uint32_t rows_valid =
-            load_shared_4(told + 4 * (first.stage == 0 ? place.stage[0] : place.stage[1])) >> first.row;
+        const uint32_t rows_valid = valid_rows(r, told, place);
         const bool valid[2] = {(rows_valid & 1) != 0, (rows_valid & 2) != 0};
         softmax_tile(anew(r), number == begin, valid, row, s, state, o);
         multiply_pv(anew(r), TilePlace(opaque(number)).stage, o);

@@ -20,9 +20,13 @@
 // e4m3 is exact in f16. Scales: r of a row is a power of two at or above its largest scale. Value columns are widened
 // to f16 as e4m3 * (scale / r), and r goes into the exponent of P^T = 2^(logit + log2 r - ref). P^T fits f16 too,
 // because ref is a reference for that sum, which rises when a P^T passes MAX_P. The denominator adds P^T / r.
-//   V32_FP8: S^T is exact: between chunks of 128 columns it is multiplied by scale_c / scale_c+1. RoPE in bfloat16.
-//   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, which is exact. RoPE becomes f16
-//            divided by r and goes back to where it lay in the ring; as a value column it needs no more.
+//   float32 scales (V32_FP8, V32_NOPE_FP8): nothing that is multiplied for S^T is rounded: between chunks of 128 columns
+//     S^T is multiplied by scale_c / scale_c+1. RoPE in bfloat16; without RoPE the last scale is a factor of the logits.
+//     For the values scale / r is rounded to f16, and so is its product with e4m3. What stands under a scale of 0, NaN too,
+//     becomes zeros in the ring before it is multiplied: 7 instructions a tile look for such scales.
+//   UE8M0 scales (V4_FP8, V41_FP8): powers of two, so K is widened to e4m3 * (scale / r), too. Both are exact while
+//     scale / r is 2^-15 or more; below, values are rounded to multiples of r 2^-24, 2^-31 of the row's largest one or less.
+//     V4_FP8's RoPE becomes f16 divided by r and goes back to where it lay in the ring; as a value column it needs no more.
 //   PLAIN_FP8: r is 1, for the call brings one scale: a factor of logits and of results.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
 //
@@ -32,17 +36,17 @@
 //
 // How work is divided over CTAs is the business of attention/division, which DIVISION chooses from: whole items, clusters,
 // shares, segments or teams. A CTA asks it for its turns, each a split of a work item, and gives it the result of each.
-// Where a division has equal splits, the tiles of V32 rows are dealt out to them in turn.
+// Where a division has equal splits, the tiles of rows with float32 scales are dealt out to them in turn.
 //
 // Only tiles in which an entry is valid are copied and multiplied. Each producer warp looks at all entries of a tile
 // before it copies its rows, and passes the tile over if none is valid. So nobody knows beforehand how many tiles a split
 // has: a tile says whether more may follow (`Follows`), and if none did although more might have, a tile that holds
 // nothing but the end of the split comes last. Where the lists end is found early, so that the next Q and its rows can
 // be asked for: of the CTA's first splits by the consumers while they wait for Q, of later ones by the producer warps.
-// V4_FP8, whose lists are shorter, and END KEEP: by the producer warps, after a few tiles without rows.
+// UE8M0 scales, whose models have shorter lists, and END KEEP: by the producer warps, after a few tiles without rows.
 //
-//   full[stage]          copies done          COPIERS warps: bulk copies, and one arrival for `marks`; V4_FP8: 32 more
-//                                             after the copies of scales
+//   full[stage]          copies done          COPIERS warps: bulk copies, and one arrival for `marks`; where scales stand
+//                                             apart, 32 more after their copies
 //   empty[stage]         stage released       the 8 consumer warps
 //   q_full               Q has come           bulk copies, and one arrival for `attended`
 //   q_empty              Q released           the 8 consumer warps, after the last product with it
@@ -53,7 +57,8 @@
 //   PRODUCER_SYNC        named: the 128 producer threads, who find a split's end
 //
 // Shared memory, HEADS 64, V32_FP8: Q 73,728, and 1,024 for the gaps with which it comes; two P of heads x 64 f16,
-// 16,384; 12 stages of 16 rows x 656, 125,952; the rest 6,928. V4_FP8: Q 65,536; rows of 592.
+// 16,384; 12 stages of 16 rows x 656, 125,952; the rest 6,928. V4_FP8: Q 65,536; rows of 592. Rows of 528: Q 65,536; 16
+// stages, 135,168.
 // Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch.
 // What was tried, what bounds it: docs/kernels/fp8_sm90.md.
 #include "attention/fp8_sm90/pipeline.cuh"

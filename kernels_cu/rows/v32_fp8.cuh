@@ -1,11 +1,12 @@
-// Layouts V32_FP8: 512 e4m3, 4 float32 scales, 64 bfloat16, together in 656 bytes; V32_NOPE_FP8: without the bfloat16.
+// Layouts V32_FP8: 512 e4m3, 4 float32 scales, 64 bfloat16, together in 656 bytes; V32_NOPE_FP8: without the bfloat16;
+// V41_FP8: 512 e4m3, the RoPE values among them, and 16 UE8M0 scales, together in 528 bytes.
 #pragma once
 #include "rows/paged.cuh"
 #include "rows/place.cuh"
 
 struct Row {
     static constexpr bool QUANTIZED = true;
-    static constexpr int FOLDED_SCALES = NUM_SCALES;
+    static constexpr int FOLDED_SCALES = SCALE_E8M0 ? 0 : NUM_SCALES;
     static constexpr int SCALES_BEHIND = 0;
     static constexpr int STAGED_BYTES = ROW_STRIDE;
 

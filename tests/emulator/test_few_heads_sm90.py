@@ -56,7 +56,7 @@ def drawn(rng: np.random.Generator, fmt: oracle.Format, most_heads: int) -> tupl
 
 
 @pytest.mark.long(sample=1)
-@pytest.mark.parametrize("fmt", [oracle.V32, oracle.BF16_576], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [oracle.V32, oracle.V32_NOPE, oracle.BF16_576], ids=lambda fmt: fmt.name)
 def test_tiles_without_an_entry(kind, rng, fmt):
     """By clusters, partial results and CTAs alone."""
     for num_splits in (1, 2, 17, None):
@@ -66,14 +66,15 @@ def test_tiles_without_an_entry(kind, rng, fmt):
 
 @pytest.mark.long(sample=1)
 @HEADS
-def test_shares(kind, emulated, evenly, rng):
+@pytest.mark.parametrize("fmt", [oracle.V32, oracle.V32_NOPE], ids=lambda fmt: fmt.name)
+def test_shares(kind, emulated, evenly, rng, fmt):
     """The same bits in whatever order warps run."""
     for _ in range(3):
-        q, main = drawn(rng, oracle.V32, 20)
+        q, main = drawn(rng, fmt, 20)
         sink = sinks(rng, q.shape[2])
-        first = check_decode(kind, oracle.V32, q, main, sink=sink, out_gaps=(0, 1, 2, 3))
+        first = check_decode(kind, fmt, q, main, sink=sink, out_gaps=(0, 1, 2, 3))
         emulated.seed += 1000
-        again = run_decode(kind, q, main, sink=sink)
+        again = run_decode(kind, q, main, sink=sink, layout=fmt.layout)
         assert [r.tobytes() for r in first] == [r.tobytes() for r in again]
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ..ops import test_named_formats as of_operation
-from ..ops.test_named_formats import every_attention, every_fp4_writer, every_pair, every_scale_format, scales_of_0
+from ..ops.test_named_formats import (
+    every_528,
+    every_attention,
+    every_fp4_writer,
+    every_pair,
+    every_scale_format,
+    scales_of_0,
+)
 from .emulator import needs_compiler
 
 pytestmark = needs_compiler
@@ -32,10 +39,22 @@ def test_every_bf16_value(kind, emulated, rng, fmt, scale_format):
 
 @pytest.mark.long(sample=2)
 @every_attention
-def test_attention(kind, emulated, rng, fmt, h_q, num_splits):
+def test_attention(kind, emulated, rng, force, fmt, h_q, num_splits):
+    force("portable")
     of_operation.test_sparse_decode(kind, rng, fmt, h_q, num_splits)
     of_operation.test_dense_decode(kind, rng, fmt, h_q)
+    if fmt in of_operation.OF_528:
+        of_operation.test_scales_far_apart(kind, rng, fmt, h_q)
     assert "portable" in emulated.launched
+
+
+@pytest.mark.long(sample=2)
+@every_528
+def test_attention_on_hopper(kind, emulated, rng, fmt):
+    of_operation.test_sparse_decode(kind, rng, fmt, 64, 3)
+    of_operation.test_dense_decode(kind, rng, fmt, 64)
+    of_operation.test_scales_far_apart(kind, rng, fmt, 64)
+    assert {"fp8_sm90", "dense_fp8_sm90"} <= set(emulated.launched)
 
 
 @pytest.mark.long(sample=1)
@@ -45,10 +64,19 @@ def test_extra_cache_of_another_layout(kind, emulated, rng, fmt, extra_fmt, h_q,
     assert "portable" in emulated.launched
 
 
-@pytest.mark.long(sample=1)
+@pytest.mark.long(sample=3)
 @scales_of_0
-@pytest.mark.parametrize("name", ["portable", "portable_99kb"])
+@pytest.mark.parametrize("name", ["portable", "portable_99kb", "dense_fp8_sm90"])
 def test_what_is_stored_under_a_scale_of_0_is_0(kind, emulated, rng, force, fmt, name):
     force(name)
-    of_operation.test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt, force)
-    assert {"portable", "unpack", "gather"} <= set(emulated.launched)
+    of_operation.test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt)
+    assert {name.removesuffix("_99kb"), "unpack", "gather"} <= set(emulated.launched)
+
+
+@pytest.mark.long(sample=2)
+@scales_of_0
+@pytest.mark.parametrize(("name", "h_q"), [("fp8_sm90", 64), ("few_heads_sm90", 7)])
+def test_sparse_decode_under_scales_of_0(kind, emulated, rng, force, fmt, name, h_q):
+    force(name)
+    of_operation.test_sparse_decode_under_scales_of_0(kind, rng, fmt, h_q)
+    assert name in emulated.launched

@@ -10,17 +10,30 @@ import pytest
 import cupy_mla
 
 from .. import oracle
-from ..cases import check_result, latent, off_zero, paged, poisoned_outputs, queries, scale_of, sinks
+from ..cases import (
+    check_decode,
+    check_result,
+    latent,
+    off_zero,
+    paged,
+    poisoned_outputs,
+    queries,
+    scale_of,
+    sinks,
+    with_holes,
+)
 from ..dense import assert_dense, dense_oracle, in_cache
 from ..dense import off_zero as off_zero_dense
 from ..kinds import BF16, NumPy, poisoned
 from ..vectors import LATENT, ROPE, told
 
-FORMATS = (oracle.V32_NOPE, oracle.V41, oracle.V41_SPLIT, oracle.V32_NVFP4, oracle.V4_NVFP4)
+OF_528 = (oracle.V32_NOPE, oracle.V41, oracle.V41_SPLIT)  # bytes; e4m3 values
+FORMATS = (*OF_528, oracle.V32_NVFP4, oracle.V4_NVFP4)
 CACHES = (*FORMATS, *oracle.V41_FP4S)
 OF_V4 = (oracle.V41, oracle.V41_SPLIT, oracle.V4_NVFP4, *oracle.V41_FP4S)
 FLOORS = {"fp32": 2.0**-22, "quotient": 2.0**-13}  # of UE8M0 scales
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+every_528 = pytest.mark.parametrize("fmt", OF_528, ids=lambda fmt: fmt.name)
 every_cache = pytest.mark.parametrize("fmt", CACHES, ids=lambda fmt: fmt.name)
 FLOAT32 = np.dtype(np.float32)
 
@@ -200,7 +213,7 @@ every_attention = pytest.mark.parametrize(  # NVFP4: one kernel apiece
 @every_attention
 def test_sparse_decode(kind, rng, fmt, h_q, num_splits):
     main, extra = paged(rng, fmt, 3, 2, 130, 64, lengths=True), paged(rng, fmt, 3, 2, 40, 1)
-    check_decode(kind, rng, (fmt, fmt), (main, extra), h_q, num_splits)
+    check_both_caches(kind, rng, (fmt, fmt), (main, extra), h_q, num_splits)
 
 
 every_pair = pytest.mark.parametrize(
@@ -216,10 +229,10 @@ def test_extra_cache_of_another_layout(kind, rng, fmt, extra_fmt, h_q, num_split
     """With tiles without rows in both lists, so that tiles of either are passed over."""
     main, extra = paged(rng, fmt, 2, 2, 130, 64), paged(rng, extra_fmt, 2, 2, 150, 3, lengths=True)
     main.indices[0, :, 32:96] = main.indices[1, 1] = extra.indices[1, :, 32:64] = -1
-    check_decode(kind, rng, (fmt, extra_fmt), (main, extra), h_q, num_splits, extra_layout=extra_fmt.name)
+    check_both_caches(kind, rng, (fmt, extra_fmt), (main, extra), h_q, num_splits, extra_layout=extra_fmt.name)
 
 
-def check_decode(kind, rng, formats, caches, h_q, num_splits, **more):
+def check_both_caches(kind, rng, formats, caches, h_q, num_splits, **more):
     """Over two caches, beside the oracle."""
     (fmt, _), (main, extra) = formats, caches
     q, sink = off_zero(formats, queries(rng, *main.indices.shape[:2], h_q, fmt.d_qk), main, extra), sinks(rng, h_q)
@@ -246,6 +259,26 @@ def test_dense_decode(kind, rng, fmt, h_q):
     assert_dense(
         (check_result(kind, results[0], BF16), check_result(kind, results[1], FLOAT32)), dense_oracle(fmt, q, of)
     )
+
+
+@every_528
+@pytest.mark.parametrize("h_q", [7, 64])
+def test_scales_far_apart(kind, rng, fmt, h_q):
+    """A query that sees one row gets its values, those of small scales too, but for what is 2^-32 of the largest."""
+    shrunk = np.repeat(rng.integers(-14, 1, (4, 16)), 32, axis=1)
+    rows = np.ldexp(latent(rng, 4, 512).astype(np.float32), shrunk).astype(BF16)
+    cache, slots = poisoned((1, 4, fmt.token_bytes), np.uint8), rng.permutation(4).astype(np.int32)
+    for t, row in enumerate(rows):
+        oracle.write_token(fmt, cache.reshape(1, -1)[0], 4, t, row)
+    q = np.zeros((4, 1, h_q, 512), BF16)  # logits of 0 are exact
+    with poisoned_outputs():
+        out, lse = cupy_mla.sparse_decode(
+            *map(kind.put, (q, cache, slots[:, None, None])), scale_of(q, None), layout=fmt.name
+        )
+    want = oracle.named_rows(fmt, cache, slots)[:, None, None]
+    error, least = np.abs(kind.take(out).astype(np.float64) - want), 2.0**-32 * np.abs(want).max(-1, keepdims=True)
+    assert (error <= 2.0**-7 * np.abs(want) + least).all()
+    assert not kind.take(lse).any()
 
 
 @pytest.mark.parametrize(
@@ -311,10 +344,17 @@ def under_scales_of_0(rng: np.random.Generator, fmt: oracle.Format, cache: np.nd
 
 
 @scales_of_0
-def test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt, force):
-    """Kernels for Hopper multiply what is stored by 0, so that NaN stays NaN: the portable one reads these rows."""
-    if kind.on_gpu:
-        force("portable_99kb")
+@pytest.mark.parametrize("h_q", [7, 64])
+def test_sparse_decode_under_scales_of_0(kind, rng, fmt, h_q):
+    """Lists have holes, too."""
+    main = paged(rng, fmt, 2, 1, 300, 64)
+    under_scales_of_0(rng, fmt, main.cache)
+    with_holes(rng, main)
+    check_decode(kind, fmt, off_zero(fmt, queries(rng, 2, 1, h_q, fmt.d_qk), main), main)
+
+
+@scales_of_0
+def test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt):
     of = in_cache(rng, fmt, [100, 30], 16, sees=None)
     under_scales_of_0(rng, fmt, of.cache)
     q = off_zero_dense(fmt, queries(rng, 2, 1, 16, fmt.d_qk), of)

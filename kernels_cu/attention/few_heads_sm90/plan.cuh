@@ -36,8 +36,14 @@ static_assert(!IN_SHARES || FOLDED, "decode");
 // Named barriers; WARPGROUP_SYNC: + warpgroup.
 enum NamedBarrier { WARPGROUP_SYNC = 1, CONSUMER_SYNC = 4 };
 
-// Shared memory: Q, P of each warpgroup, the rings, and the rest.
-constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + CONSUMERS * P_COPIES * P_BYTES;
+// Half of O^T as warpgroups exchange it. Four columns more a line spread the heads over the banks.
+constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
+
+// Shared memory: Q, P of each warpgroup, the rings, and the rest. In shares the space of Q and P is as large as two halves
+// of O^T, and behind them the weights of other CTAs' partial results, [partial result][head].
+constexpr int Q_AT = 0, P_AT = Q_BYTES, P_END = P_AT + CONSUMERS * P_COPIES * P_BYTES;
+constexpr int WEIGHTS_AT = Q_AT + 2 * EXCHANGE_BYTES, WEIGHTS_END = WEIGHTS_AT + MOST_SHARES * HEADS * 4;
+constexpr int RING_AT = IN_SHARES && WEIGHTS_END > P_END ? WEIGHTS_END : P_END;
 
 // A head's softmax over some rows, relative to `ref` like its O^T.
 struct Statistics {
@@ -75,15 +81,10 @@ constexpr uint32_t NO_TILE = 1 << STAGE_ROWS;
 constexpr int TILES_BIT = STAGE_ROWS + 1;
 
 // Once all rows are read, the rings hold O^T in float32, [head][column]: the halves that warpgroups 0 and 1 exchange,
-// and those that warpgroup 2 gives them. Four columns more a line spread the heads over the banks. In shares they stand in
-// the space of Q and P, where warpgroup 2 gives its own when the others have been read, and behind them the weights of
-// other CTAs' partial results, [partial result][head].
-constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = IN_SHARES ? Q_AT : RING_AT,
-              EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
-constexpr int WEIGHTS_AT = EXCHANGE_AT + 2 * EXCHANGE_BYTES;
-static_assert(EXCHANGE_AT + 2 * (IN_SHARES ? 1 : CONSUMERS - 1) * EXCHANGE_BYTES <= (IN_SHARES ? RING_AT : SMALL_AT),
-              "");
-static_assert(!IN_SHARES || WEIGHTS_AT + MOST_SHARES * HEADS * 4 <= RING_AT, "");
+// and those that warpgroup 2 gives them. In shares O^T stands in the space of Q and P, where warpgroup 2 gives its own
+// when the others have been read.
+constexpr int EXCHANGE_AT = IN_SHARES ? Q_AT : RING_AT;
+static_assert(IN_SHARES || EXCHANGE_AT + 2 * (CONSUMERS - 1) * EXCHANGE_BYTES <= SMALL_AT, "");
 
 extern __shared__ __align__(1024) uint8_t shared[];
 

@@ -61,6 +61,23 @@ __device__ __forceinline__ void clear(float (&acc)[HEAD_TILES][4]) {
     for (int i = 0; i < HEADS / 2; ++i) acc[i / 4][i % 4] = 0.0f;
 }
 
+// FP8 rows: whether the scale of chunk t of a row is 0.
+__device__ __forceinline__ bool has_zero_scale(uint32_t row, int t) {
+    return __uint_as_float(load_shared_4(row + int(SCALE_OFFSET) + 4 * t)) == 0.0f;
+}
+
+// Rare: chunk t of each of a lane's two rows becomes zeros in the ring if its scale is 0: what is stored there counts as 0,
+// NaN too. `valid`: of the rows, a bit each; the others are zeros. All lanes of the warp call.
+__device__ __forceinline__ void clear_under_zeros(uint32_t row, int t, uint32_t valid) {
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i, row += STAGED, valid >>= 1) {
+        if (!(valid & 1) || !has_zero_scale(row, t)) continue;
+#pragma unroll 1
+        for (int at = 0; at < SCALE_TILE; at += 16) store_shared_16(row + SCALE_TILE * t + at, {0, 0, 0, 0});
+    }
+    __syncwarp();
+}
+
 // V32_FP8: the scales of chunk `k` of a thread's two rows.
 struct TwoScales {
     float x, y;
@@ -79,12 +96,18 @@ __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (
     const uint32_t q = head_fragments_place(q_lines(), r.lane);
     const uint32_t q_rope = q + NOPE_BLOCKS * Q_BLOCK_BYTES;
     uint32_t a[4][4];
-    const QkRaw rope = load_qk(row, ROPE_OFFSET, true, r.t);
-    HeadFragments f = load_head_fragments(q_rope, 0);
+    QkRaw rope;
+    HeadFragments f;
+    if constexpr (D_ROPE > 0) {
+        rope = load_qk(row, ROPE_OFFSET, true, r.t);
+        f = load_head_fragments(q_rope, 0);
+    }
     QkRaw raw = load_qk(row, 0, !FOLDED, r.t);  // always a column block ahead
     clear(s);
-    qk_wide(rope, a);
-    multiply_block<false>(q_rope, f, a, s);
+    if constexpr (D_ROPE > 0) {
+        qk_wide(rope, a);
+        multiply_block<false>(q_rope, f, a, s);
+    }
 #pragma unroll 1
     for (int first = 0; first < NOPE_BLOCKS; first += SUMS * EACH) {
         float sum[SUMS][HEAD_TILES][4];

@@ -13,7 +13,11 @@
 #include "tile/swizzle.cuh"
 #include "tile/warp.cuh"
 
-constexpr bool V32 = Row::FOLDED_SCALES != 0, PLAIN = SCALE_OF_CALL != 0, V4 = !V32 && !PLAIN;
+// The scales of a row: float32 (V32_FP8, V32_NOPE_FP8), UE8M0, which are powers of two (V4_FP8, V41_FP8), or one of the
+// call (PLAIN). HAS_ROPE: the last 64 values are bfloat16.
+constexpr bool FLOAT_SCALES = Row::FOLDED_SCALES != 0, E8M0_SCALES = SCALE_E8M0 != 0, PLAIN = SCALE_OF_CALL != 0;
+constexpr bool HAS_ROPE = D_ROPE > 0;
+constexpr int SCALES_AT = SCALES_APART ? ROW_STRIDE : SCALE_OFFSET;  // of a row in shared memory
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
 using Division = DivisionOf<THREADS>;
 constexpr End END = Division::END;
@@ -22,7 +26,7 @@ constexpr bool IN_TURN =
     Division::EQUAL_SPLITS && TILES_IN_TURN;  // an item's tiles are dealt out to its splits in turn
 // Whether the consumers find the ends of the lists of a CTA's first turns. Full lists of V4_FP8 would take 1 to 4 %
 // longer, segments 1 to 2 %.
-constexpr bool CONSUMERS_LOOK = V32 && END != End::KEEP && !DENSE;
+constexpr bool CONSUMERS_LOOK = FLOAT_SCALES && END != End::KEEP && !DENSE;
 constexpr int FIRST_TURNS = 4;  // so many turns
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
@@ -39,9 +43,9 @@ constexpr int STRIDE = PAIRED ? ROW_STRIDE + 8 : Row::STAGED_BYTES, STAGE_BYTES 
 // Rows of a stage that stand behind each other as in the cache.
 constexpr int RUN_ROWS = PAIRED ? 2 : STRIDE == ROW_STRIDE ? WARP_ROWS : 1;
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = D_QK / 64;  // column blocks of 64; behind those of NoPE is RoPE
-constexpr int LINES_BYTES = HEADS * LINE_BYTES;         // a swizzled line for each head: a column block of Q, or a P
-constexpr int CHUNKS = V32 ? 4 : V4 ? NOPE_BLOCKS : 1;  // ranges of columns with a scale of their own
-constexpr int OWN_HEADS = HEADS / 4;                    // of S^T and O^T in a thread (tile/heads.cuh)
+constexpr int LINES_BYTES = HEADS * LINE_BYTES;          // a swizzled line for each head: a column block of Q, or a P
+constexpr int CHUNKS = NUM_SCALES > 0 ? NUM_SCALES : 1;  // ranges of columns with a scale of their own
+constexpr int OWN_HEADS = HEADS / 4;                     // of S^T and O^T in a thread (tile/heads.cuh)
 // Denominators in a thread: of all its heads, over its own rows. With 64 heads there are no registers for that: of two
 // heads, over the rows of eight lanes.
 constexpr int SUMS = HEADS == 64 ? 2 : OWN_HEADS;

@@ -33,7 +33,8 @@ __device__ __forceinline__ void copy_tile(const Row& row, int run, uint32_t firs
         if (lane / WARP_ROWS == i) {
             const uint32_t own = to + row_offset(lane % WARP_ROWS);
             if (run > 0) copy_in_bulk(own, row_or_zeros<ROW_STRIDE>(row.data, lane), run * ROW_STRIDE, full);
-            if (SCALES_APART) cp_async_8(own + ROW_STRIDE, row.scales(), row.data != nullptr);
+            if (Row::SCALES_BEHIND == 8) cp_async_8(own + SCALES_AT, row.scales(), row.data != nullptr);
+            if (Row::SCALES_BEHIND == 16) cp_async_16(own + SCALES_AT, row.scales(), row.data != nullptr);
         }
         __syncwarp();
         if (i == 0) next = follows();

@@ -166,15 +166,22 @@ __device__ __forceinline__ float load_q_e4m3(const AttentionParams& p, int turn,
 // --- S^T ------------------------------------------------------------------------------------------------------
 
 // The scales of a thread's two rows, g and g + 8 of its warp's stage: r, and scale / r as f16, both rows in a word, of
-// chunk t and (V4_FP8) t + 4.
+// chunks t, t + 4 ...
+constexpr int RATIO_WORDS = ceil_div(CHUNKS, 4);
 struct RowScales {
     float r[2], logit[2];         // S^T times `logit` are the logits
-    uint32_t ratio[V32 ? 1 : 2];  // not of PLAIN_FP8, whose r is 1
+    uint32_t ratio[RATIO_WORDS];  // not of PLAIN_FP8, whose r is 1
 };
 
-// V32_FP8: a row's scales, none below LEAST_SCALE.
-__device__ __forceinline__ void load_v32_scales(uint32_t row, float (&scale)[4]) {
-    const Vec16 v = load_shared_16(row + SCALE_OFFSET);
+// What S^T is multiplied with where a row's `factor` is not in it. Not 0: times -inf that is still -inf.
+__device__ __forceinline__ float scale_logits(float logit_scale, float factor) {
+    const float scale = logit_scale * factor;
+    return scale == 0.0f ? logit_scale : scale;
+}
+
+// Float32: a row's scales, none below LEAST_SCALE.
+__device__ __forceinline__ void load_float_scales(uint32_t row, float (&scale)[4]) {
+    const Vec16 v = load_shared_16(row + SCALES_AT);
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -183,17 +190,12 @@ __device__ __forceinline__ void load_v32_scales(uint32_t row, float (&scale)[4])
     }
 }
 
-// V4_FP8: the exponent, biased by 127, of one of a row's scales.
-__device__ __forceinline__ int v4_exponent(const Vec8& bytes, int chunk) {
-    return (chunk < 4 ? bytes.x : bytes.y) >> (chunk % 4 * 8) & 0xff;
-}
-
 // 16 e4m3 of each of a thread's two rows: four steps of k.
 struct Bytes {
     Vec16 x, y;
 };
 
-// Widens them to A operands. V4_FP8: times the f16 pairs `ratio`.
+// Widens them to A operands. UE8M0 scales: times the f16 pairs `ratio`.
 __device__ __forceinline__ void widen_bytes(const Bytes& bytes, const uint32_t (&ratio)[2], uint32_t (&a)[4][4]) {
     const Vec16 &x = bytes.x, &y = bytes.y;
     const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
@@ -202,7 +204,7 @@ __device__ __forceinline__ void widen_bytes(const Bytes& bytes, const uint32_t (
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             e4m3x4_to_f16x2(words[row][i], a[i][row], a[i][row + 2]);
-            if (V4) {
+            if (E8M0_SCALES) {
                 a[i][row] = multiply_f16x2(a[i][row], ratio[row]);
                 a[i][row + 2] = multiply_f16x2(a[i][row + 2], ratio[row]);
             }
@@ -268,14 +270,40 @@ __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
 
 // Below, bytes are loaded and widened for the column block after next while wgmma works.
 
-__device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float logit_scale, float (&s)[HEADS / 2]) {
+// Whether the scale of chunk t of a row is 0.
+__device__ __forceinline__ bool has_zero_scale(uint32_t row, int t) {
+    return __uint_as_float(load_shared_4(row + SCALES_AT + 4 * t)) == 0.0f;
+}
+
+// Rare: chunk t of each of a thread's two rows becomes zeros in the ring if its scale is 0: what is stored there counts as
+// 0, NaN too. `marks`: of the rows' stage. Rows that are not valid are zeros. All lanes of the warp call.
+__device__ __forceinline__ void clear_under_zeros(uint32_t row, const Role& r, uint32_t marks) {
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i, row += 8 * STRIDE) {
+        const bool valid = marks >> valid_bit(r.g + 8 * i) & 1;
+        if (!valid || !has_zero_scale(row, r.t)) continue;
+#pragma unroll 1
+        for (int at = 0; at < SCALE_TILE; at += 16) store_shared_16(row + SCALE_TILE * r.t + at, {0, 0, 0, 0});
+    }
+    __syncwarp();
+}
+
+// Float32 scales: S^T goes from one chunk's scale to the next one's.
+__device__ __forceinline__ RowScales multiply_qk_float_scales(const Role& r, uint32_t row, uint32_t stage,
+                                                              float logit_scale, float (&s)[HEADS / 2]) {
+    static_assert(!FLOAT_SCALES || (CHUNKS == 4 && SCALE_TILE == 128), "two column blocks a scale");
     const uint32_t none[2] = {0, 0};
     const uint64_t q = q_operand();
+    const int t = r.t;
     uint32_t a[2][4][4];
     Bytes bytes = load_block(row, t, 0);
+    if (__builtin_expect(__any_sync(~0u, has_zero_scale(row, t) | has_zero_scale(row + 8 * STRIDE, t)), 0)) {
+        clear_under_zeros(row, r, small().marks[place_of(stage)]);
+        bytes = load_block(row, t, 0);
+    }
     float scale[2][4];
-    load_v32_scales(row, scale[0]);
-    load_v32_scales(row + 8 * STRIDE, scale[1]);
+    load_float_scales(row, scale[0]);
+    load_float_scales(row + 8 * STRIDE, scale[1]);
     widen_bytes(bytes, none, a[0]);
     bytes = load_block(row, t, 1);
 #pragma unroll
@@ -288,6 +316,7 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
         widen_bytes(bytes, none, a[1]);
         if (c < 3) bytes = load_block(row, t, 2 * c + 2);
         start_qk<Values::F16, Sum::ADD>(q, 2 * c + 1, a[1], s);
+        if (c == 3 && !HAS_ROPE) break;  // the last scale becomes a part of `logit`
         wgmma_wait<1>();
         if (c < 3) {
             widen_bytes(bytes, none, a[0]);
@@ -303,7 +332,7 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
         wgmma_wait<0>();
         scale_rows(s, x, y);
     }
-    start_qk<Values::BF16, Sum::ADD>(q, NOPE_BLOCKS, a[0], s);
+    if (HAS_ROPE) start_qk<Values::BF16, Sum::ADD>(q, NOPE_BLOCKS, a[0], s);
     RowScales result;
     float ratio[2];
 #pragma unroll
@@ -312,7 +341,7 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
             __float_as_uint(fmaxf(fmaxf(scale[i][0], scale[i][1]), fmaxf(scale[i][2], scale[i][3]))) >> 23;
         const float own = t < 2 ? (t == 0 ? scale[i][0] : scale[i][1]) : (t == 2 ? scale[i][2] : scale[i][3]);
         result.r[i] = power_of_two(exponent);
-        result.logit[i] = logit_scale;
+        result.logit[i] = HAS_ROPE ? logit_scale : scale_logits(logit_scale, scale[i][3]);
         ratio[i] = own * inverse_power_of_two(exponent);
     }
     result.ratio[0] = pack_f16x2(ratio[0], ratio[1]);
@@ -320,16 +349,24 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
     return result;
 }
 
-__device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float logit_scale, float (&s)[HEADS / 2]) {
-    const uint64_t q = q_operand();
-    uint32_t rope[2][8], ratio[4][2];  // of columns 128 c + 32 t .. + 31, pairs of f16
+// UE8M0 scales: sets r of row i from its biased exponent, NaN where that is 255, and returns it as it can be inverted.
+__device__ __forceinline__ int set_exponent(RowScales& scales, int i, int exponent, float logit_scale) {
+    const bool nan = exponent == 255;
+    exponent = min(max(exponent, LEAST_EXPONENT), 253);
+    scales.r[i] = nan ? __uint_as_float(0x7fffffffu) : power_of_two(exponent);
+    scales.logit[i] = scale_logits(logit_scale, scales.r[i]);
+    return exponent;
+}
+
+// V4_FP8: the scales of both rows, seven of 64 columns each. `ratio`: of columns 128 c + 32 t .. + 31, pairs of f16;
+// `own`: of chunks t and t + 4. RoPE becomes f16 divided by r, in `rope` and in the ring.
+__device__ __forceinline__ RowScales load_scales_of_64(uint32_t row, int t, float logit_scale, uint32_t (&ratio)[4][2],
+                                                       float (&own)[2][2], uint32_t (&rope)[2][8]) {
     RowScales result;
-    float own[2][2];
-    Bytes bytes = load_block(row, t, 0);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         load_rope(row + i * 8 * STRIDE, t, rope[i]);
-        const Vec8 scales = load_shared_8(row + i * 8 * STRIDE + ROW_STRIDE);
+        const Vec8 scales = load_shared_8(row + i * 8 * STRIDE + SCALES_AT);
         uint32_t top = 0;
 #pragma unroll
         for (int k = 0; k < 8; ++k) top = max_abs_bf16x2(top, rope[i][k]);
@@ -338,12 +375,9 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
         top = max(top, __shfl_xor_sync(~0u, top, 2));
         int exponent = int(top >> 7) - 14;  // RoPE / r stays below 2^15
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) exponent = max(exponent, v4_exponent(scales, c));
-        const bool nan = exponent == 255;
-        exponent = min(max(exponent, LEAST_EXPONENT), 253);
-        result.r[i] = nan ? __uint_as_float(0x7fffffffu) : power_of_two(exponent);
-        result.logit[i] = logit_scale * result.r[i];
-        if (result.logit[i] == 0.0f) result.logit[i] = logit_scale;  // times -inf that is still -inf
+        for (int c = 0; c < CHUNKS; ++c)
+            exponent = max(exponent, int((c < 4 ? scales.x : scales.y) >> (c % 4 * 8) & 0xff));
+        exponent = set_exponent(result, i, exponent, logit_scale);
         auto ratio_of = [&](int biased) { return power_of_two(max(biased - exponent + 127, 0)); };
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
@@ -359,20 +393,73 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
         for (int k = 0; k < 8; ++k) rope[i][k] = bf16x2_to_f16x2(multiply_bf16x2(rope[i][k], inverse));
         store_rope(row + i * 8 * STRIDE, t, rope[i]);
     }
-    uint32_t a[2][4][4];
-    arrange_rope(rope, a[0]);
-    start_qk<Values::F16, Sum::SET>(q, NOPE_BLOCKS, a[0], s);
+    return result;
+}
+
+// V41_FP8: the scales of both rows, sixteen of 32 columns each. A thread's own four, t, t + 4 ..., are those of its
+// columns 128 c + 32 t .. + 31, which become pairs of f16 in `ratio`. Both rows' are computed at once, as bfloat16: a
+// scale's byte is the exponent of one.
+__device__ __forceinline__ RowScales load_scales_of_32(uint32_t row, int t, float logit_scale,
+                                                       uint32_t (&ratio)[4][2]) {
+    const Vec16 x = load_shared_16(row + SCALES_AT), y = load_shared_16(row + 8 * STRIDE + SCALES_AT);
+    const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
+    const uint32_t bytes = t + 256 * (4 + t);  // byte t of both
+    uint32_t scales[4], top = 0;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        scales[c] = (__byte_perm(words[0][c], words[1][c], bytes) & 0x00ff00ff) << 7;
+        top = max_bf16x2(top, scales[c]);
+    }
+    top = max_bf16x2(top, __shfl_xor_sync(~0u, top, 1));
+    top = max_bf16x2(top, __shfl_xor_sync(~0u, top, 2));
+    RowScales result;
+    const int of_g = set_exponent(result, 0, top >> 7 & 0xff, logit_scale);
+    const int of_g_8 = set_exponent(result, 1, top >> 23, logit_scale);
+    const uint32_t inverse = (254 - of_g) << 7 | (254 - of_g_8) << 23;
+#pragma unroll
+    for (int c = 0; c < RATIO_WORDS; ++c) {
+        const uint32_t own = bf16x2_to_f16x2(multiply_bf16x2(scales[c], inverse));
+        result.ratio[c] = own;
+        ratio[c][0] = __byte_perm(own, 0, 0x1010);
+        ratio[c][1] = __byte_perm(own, 0, 0x3232);
+    }
+    return result;
+}
+
+// UE8M0 scales: K is multiplied by scale / r where it is widened.
+__device__ __forceinline__ RowScales multiply_qk_e8m0_scales(uint32_t row, int t, float logit_scale,
+                                                             float (&s)[HEADS / 2]) {
+    static_assert(!E8M0_SCALES || SCALE_TILE == (HAS_ROPE ? 64 : 32), "V4_FP8 or V41_FP8");
+    const uint64_t q = q_operand();
+    uint32_t ratio[4][2], a[2][4][4];
+    Bytes bytes = load_block(row, t, 0);
+    RowScales result;
+    float own[2][2];  // V4_FP8: they become `ratio` of the result behind the products, as registers allow
+    if constexpr (HAS_ROPE) {
+        uint32_t rope[2][8];
+        result = load_scales_of_64(row, t, logit_scale, ratio, own, rope);
+        arrange_rope(rope, a[0]);
+        start_qk<Values::F16, Sum::SET>(q, NOPE_BLOCKS, a[0], s);
+    } else {
+        result = load_scales_of_32(row, t, logit_scale, ratio);
+    }
 #pragma unroll
     for (int block = 0; block < NOPE_BLOCKS; ++block) {
         uint32_t (&buffer)[4][4] = a[(block + 1) % 2];
         widen_bytes(bytes, ratio[block / 2], buffer);
         if (block + 1 < NOPE_BLOCKS) bytes = load_block(row, t, block + 1);
-        start_qk<Values::F16, Sum::ADD>(q, block, buffer, s);
+        if (block == 0 && !HAS_ROPE) {
+            start_qk<Values::F16, Sum::SET>(q, block, buffer, s);
+        } else {
+            start_qk<Values::F16, Sum::ADD>(q, block, buffer, s);
+        }
         wgmma_wait<1>();
     }
     wgmma_wait<0>();
+    if constexpr (HAS_ROPE) {
 #pragma unroll
-    for (int k = 0; k < (V32 ? 1 : 2); ++k) result.ratio[k] = pack_f16x2(own[k][0], own[k][1]);
+        for (int k = 0; k < RATIO_WORDS; ++k) result.ratio[k] = pack_f16x2(own[k][0], own[k][1]);
+    }
     return result;
 }
 
@@ -402,10 +489,10 @@ __device__ __forceinline__ RowScales multiply_qk(const AttentionParams& p, const
     stage += r.warp;
     const uint32_t row = stage_address(stage) + row_offset(r.g);
     RowScales scales;
-    if constexpr (V32) {
-        scales = multiply_qk_v32(row, r.t, logit_scale, s);
-    } else if constexpr (V4) {
-        scales = multiply_qk_v4(row, r.t, logit_scale, s);
+    if constexpr (FLOAT_SCALES) {
+        scales = multiply_qk_float_scales(r, row, stage, logit_scale, s);
+    } else if constexpr (E8M0_SCALES) {
+        scales = multiply_qk_e8m0_scales(row, r.t, logit_scale, s);
     } else {
         multiply_qk_plain(row, r.t, s);
         scales = {{1.0f, 1.0f}, {logit_scale, logit_scale}, {}};
@@ -480,9 +567,10 @@ __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& sca
     const int place = 16 * r.warp + r.g / 2 * 4 + r.g % 2;  // of row g; that of row g + 8 is two further
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        sm.ratio[r.warpgroup][r.t][place + 2 * i] = uint16_t(scales.ratio[0] >> 16 * i);
-        if constexpr (V4) {
-            if (r.t < 3) sm.ratio[r.warpgroup][r.t + 4][place + 2 * i] = uint16_t(scales.ratio[1] >> 16 * i);
+#pragma unroll
+        for (int k = 0; k < RATIO_WORDS; ++k) {
+            if (CHUNKS % 4 == 0 || k < CHUNKS / 4 || r.t < CHUNKS % 4)
+                sm.ratio[r.warpgroup][r.t + 4 * k][place + 2 * i] = uint16_t(scales.ratio[k] >> 16 * i);
         }
     }
 }

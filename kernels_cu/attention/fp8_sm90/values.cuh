@@ -36,16 +36,18 @@ __device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint3
 // ratios.
 struct Columns {
     uint32_t bytes[4];
-    Vec8 ratio[V4 ? 2 : 1];  // of the thread's four rows: for both column blocks, or for each
-    uint32_t rope[4];        // V4_FP8: the last column block's A operand
+    Vec8 ratio[E8M0_SCALES ? 2 : 1];  // of the thread's four rows: for both column blocks, or for each
+    uint32_t rope[4];                 // V4_FP8: the last column block's A operand
 };
 
-// Where the ratios for P of warpgroup `owner` begin that a thread reads: those of its warpgroup's first chunk.
+// Where the ratios for P of warpgroup `owner` begin that a thread reads: those of its first column block.
 __device__ __forceinline__ uint32_t own_ratios(const Role& r, int owner) {
-    return shared_address(&small().ratio[owner][(V32 ? 2 : V4 ? 4 : 0) * r.warpgroup][4 * r.t]);
+    constexpr int OF_HALF = PLAIN ? 0 : D_V / 2 / SCALE_TILE;  // chunks of a warpgroup's columns
+    const int within = SCALE_TILE == 32 ? r.warp / 2 : 0;      // its column block has two chunks, of two warps each
+    return shared_address(&small().ratio[owner][OF_HALF * r.warpgroup + within][4 * r.t]);
 }
 
-// Its ratios for step k of a chunk, the `chunk`-th of its warpgroup.
+// Its ratios for step k, of the `chunk`-th chunk from its first one on.
 __device__ __forceinline__ Vec8 load_ratios(uint32_t ratios, int chunk, int k) {
     return load_shared_8(ratios + 2 * (TILE_ROWS * chunk + 16 * k));
 }
@@ -54,15 +56,16 @@ __device__ __forceinline__ Columns load_columns(const Role& r, uint32_t stage, u
     const uint32_t rows = stage_address(stage) + row_offset(r.lane % 16), second = r.lane / 16;
     const uint32_t from = rows + 256 * r.warpgroup + 64 * second + 16 * r.warp;
     Columns c;
-    if constexpr (!V4) {
+    if constexpr (!E8M0_SCALES) {
         ldmatrix_x4_trans(c.bytes, from + 128 * i);
-        if (V32) c.ratio[0] = load_ratios(ratios, i, k);
+        if (FLOAT_SCALES) c.ratio[0] = load_ratios(ratios, i, k);
     } else {
-        // The last column block is RoPE, which has no ratios: those before are loaded, and not used.
-        ldmatrix_x4_trans(c.bytes, i == 0 || (r.warpgroup == 1 && second) ? from : from + 128);
-        c.ratio[0] = load_ratios(ratios, 2 * i, k);
-        c.ratio[1] = load_ratios(ratios, i == 0 ? 1 : 3 - r.warpgroup, k);
-        if (i == 1)
+        // V4_FP8: the last column block is RoPE, which has no ratios: those before are loaded, and not used.
+        constexpr int EACH = SCALE_TILE == 32 ? 2 : 1;  // chunks of a column block
+        ldmatrix_x4_trans(c.bytes, i == 0 || (HAS_ROPE && r.warpgroup == 1 && second) ? from : from + 128);
+        c.ratio[0] = load_ratios(ratios, EACH * 2 * i, k);
+        c.ratio[1] = load_ratios(ratios, HAS_ROPE && i == 1 ? 3 - r.warpgroup : EACH * (2 * i + 1), k);
+        if (HAS_ROPE && i == 1)
             ldmatrix_x4_trans(c.rope, stage_address(stage) + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_OFFSET +
                                           32 * r.warp + r.lane / 8 % 2 * 16);
     }
@@ -73,11 +76,11 @@ __device__ __forceinline__ Columns load_columns(const Role& r, uint32_t stage, u
 __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, int i, uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
-        const Vec8& ratio = c.ratio[V4 ? v : 0];
+        const Vec8& ratio = c.ratio[E8M0_SCALES ? v : 0];
         widen_pair(c.bytes[2 * v], ratio.x, a[v][0], a[v][1]);
         widen_pair(c.bytes[2 * v + 1], ratio.y, a[v][2], a[v][3]);
     }
-    if (V4 && i == 1) {
+    if (E8M0_SCALES && HAS_ROPE && i == 1) {
         // Chosen here, or the compiler chooses behind the fence, between two wgmma, and serialises them.
 #pragma unroll
         for (int n = 0; n < 4; ++n) a[1][n] = opaque(r.warpgroup == 1 ? c.rope[n] : a[1][n]);

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import Any
 
-from ....layouts import PLAIN_FP8_512, PLAIN_FP8_576, V4_FP8, V32_FP8, Layout
+from ....layouts import V32_NOPE_FP8, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
@@ -18,7 +18,7 @@ from ..problem import DenseProblem
 from . import dense_combine, fp8_sm90
 from .dense_cluster_sm90 import memory_us
 
-LAYOUTS = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512)  # that the kernel can read
+LAYOUTS = fp8_sm90.LAYOUTS  # that the kernel can read
 LINES = (32, 64)  # of a work item: query tokens times heads
 DIVISIONS = {Whole: 0, Clusters: 1, Shares: 6}  # kernels_cu/attention/division/division.cuh
 # In microseconds, by lines: a pair of tiles, and the call beside them. Fitted to the times of every division at 320
@@ -29,7 +29,7 @@ WHOLE_US, ROUND_US = 1.0, {32: 4.8, 64: 6.6}
 SHARES_US, SHARES_ITEM_US = {32: 14.4, 64: 17.0}, 3.0  # with the merge; an item of each SM
 # Pairs of tiles that a CTA may have of a request that might be alone among short ones.
 MOST_PAIRS = {Whole: 16, Clusters: 8}
-SPILL_BYTES = 0
+SPILL_BYTES = {V32_NOPE_FP8: 4}  # an address
 
 
 @cache
@@ -37,7 +37,8 @@ def kernel(layout: Layout, lines: int, division: int) -> Kernel:
     """The kernel for one cache layout, lines of a work item, and a division's number."""
     defines = fp8_sm90.defines(layout, lines, division, dense=True)
     return Kernel(
-        "attention/dense_fp8_sm90.cu", structs.DENSE, defines, archs=("90a",), target="90a", spill_bytes=SPILL_BYTES,
+        "attention/dense_fp8_sm90.cu", structs.DENSE, defines, archs=("90a",), target="90a",
+        spill_bytes=SPILL_BYTES.get(layout, 0),
         max_cluster=MAX_CLUSTER if division == DIVISIONS[Clusters] else 1, overlaps=True,
     )  # fmt: skip
 

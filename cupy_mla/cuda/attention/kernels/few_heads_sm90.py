@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from ....layouts import BF16_512, BF16_576, D_V, V32_FP8, Layout
+from ....layouts import BF16_512, BF16_576, D_V, V32_FP8, V32_NOPE_FP8, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
@@ -23,7 +23,8 @@ from ..times import Work
 from . import combine
 from .work import Counted, rounds_of, shares
 
-LAYOUTS = (BF16_576, BF16_512, V32_FP8)  # that the kernel can read
+LAYOUTS = (BF16_576, BF16_512, V32_FP8, V32_NOPE_FP8)  # that the kernel can read
+TIMED_AS = {V32_NOPE_FP8: V32_FP8}  # there are no records of it: it is taken to take as long
 CONSUMERS = {8: 3, 16: 3, 32: 2}  # consumer warpgroups of a CTA, by its heads
 HEADS = tuple(CONSUMERS)  # heads a CTA is built for
 UNEVEN_ITEM_COST = 11  # of lists that are not equally long, in eighths of a pair of tiles
@@ -73,12 +74,12 @@ def kernels() -> Iterator[Kernel]:
     for layout in LAYOUTS:
         for heads in HEADS:
             yield kernel(layout, heads)
-    for heads in EVEN_HEADS:
-        yield kernel(V32_FP8, heads, True)
+        for heads in EVEN_HEADS if layout.quantized else ():
+            yield kernel(layout, heads, True)
 
 
 def serves(problem: Problem) -> bool:
-    """V32_FP8 and bf16 rows; batch-invariant calls of more heads over V32_FP8 are for `fp8_sm90`."""
+    """bf16 rows and those with float32 scales, of which batch-invariant calls of more heads are for `fp8_sm90`."""
     many = problem.fixed and problem.heads > 16 and problem.layout.quantized
     return problem.on_hopper and problem.layout in LAYOUTS and not many
 
@@ -86,7 +87,7 @@ def serves(problem: Problem) -> bool:
 def candidates(problem: Problem) -> Iterator[Division]:
     """Whole items, clusters, partial results for `combine.cu`, and shares; of flat bf16 rows clusters alone.
 
-    Not for more than 16 heads over V32_FP8 or flat bf16 rows: other kernels are faster.
+    Not for more than 16 heads over FP8 or flat bf16 rows: other kernels are faster.
     """
     if problem.heads > 16 and (problem.layout.quantized or problem.flat) and not (problem.asks or problem.fixed):
         return
@@ -101,7 +102,7 @@ def candidates(problem: Problem) -> Iterator[Division]:
 def shared_out(problem: Problem) -> bool:
     """Whether there is a kernel that divides the rows into shares."""
     few = problem.heads <= max(EVEN_HEADS) or problem.division
-    return problem.layout == V32_FP8 and bool(few)
+    return problem.layout.quantized and bool(few)
 
 
 def splits_of(problem: Problem, heads: int, apart: bool = True, clusters: bool = True) -> Iterator[Division]:
@@ -143,11 +144,11 @@ def fits(problem: Problem, division: Any) -> bool:
 
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
-    heads = division.heads
+    heads, layout = division.heads, TIMED_AS.get(problem.layout, problem.layout)
     if isinstance(division, Shares):
-        return (problem.layout.name, "shares", heads, problem.lists), *shares(problem, problem.items(heads))
+        return (layout.name, "shares", heads, problem.lists), *shares(problem, problem.items(heads))
     kind = "whole" if isinstance(division, Whole) else "clusters"
-    return (problem.layout.name, kind, heads, problem.phase), *of_splits(problem, division, CONSUMERS[heads])
+    return (layout.name, kind, heads, problem.phase), *of_splits(problem, division, CONSUMERS[heads])
 
 
 def of_splits(problem: Problem, division: Any, consumers: int) -> Counted:

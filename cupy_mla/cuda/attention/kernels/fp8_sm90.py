@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from ....layouts import D_V, PLAIN_FP8_512, PLAIN_FP8_576, V4_FP8, V32_FP8, Layout
+from ....layouts import (
+    D_V,
+    PLAIN_FP8_512,
+    PLAIN_FP8_576,
+    V4_FP8,
+    V32_FP8,
+    V32_NOPE_FP8,
+    V41_FP8,
+    V41_FP8_SPLIT,
+    Layout,
+)
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
@@ -18,9 +28,11 @@ from ..call import Call
 from ..divide import HALF_PARTIAL_BYTES, ITEM_COST, Clusters, Division, Segments, Shares, Teams, Whole, split_numbers
 from ..problem import TILE_ROWS, Problem
 from ..times import Work
+from . import few_heads_sm90
 from .work import fitting, rounds_of, shares, split, whole
 
-LAYOUTS = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512)  # that the kernel can read
+# That the kernel can read.
+LAYOUTS = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512, V32_NOPE_FP8, V41_FP8, V41_FP8_SPLIT)
 HEADS = (32, 64)  # heads a CTA is built for
 RING = {32: 4, 64: 3}  # stages, a tile each; kernels_cu/attention/fp8_sm90.cu
 UNEVEN_ITEM_COST = 8  # of lists that are not equally long, in eighths of a pair of tiles
@@ -28,11 +40,16 @@ LEAST_SPLIT = 2  # pairs of tiles, in shares
 INVARIANT_ROWS = 704  # of a split of a batch-invariant call; a CTA can take a query's splits in turn
 
 WHOLE, CLUSTERS, SHARES, SEGMENTS, TEAMS = DIVISIONS = 0, 1, 2, 3, 4  # how work is divided over CTAs, see the kernel
-# Rows with a scale of the call are divided in fewer ways, and taken to take as long as those of another layout.
-PLAIN_DIVISIONS, TIMED_AS = (WHOLE, CLUSTERS, SHARES), {PLAIN_FP8_576: V32_FP8, PLAIN_FP8_512: V4_FP8}
+PLAIN_DIVISIONS = WHOLE, CLUSTERS, SHARES  # of rows with a scale of the call
+# Rows that are taken to take as long as those of another layout. Once there are records of rows of 528 bytes, times of
+# their own are to be fitted.
+TIMED_AS = {
+    PLAIN_FP8_576: V32_FP8, PLAIN_FP8_512: V4_FP8, V32_NOPE_FP8: V32_FP8, V41_FP8: V4_FP8, V41_FP8_SPLIT: V4_FP8,
+}  # fmt: skip
 MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
-# Addresses, one of them a tile, too.
-SPILL_BYTES = {WHOLE: 0, CLUSTERS: 0, SHARES: 0, SEGMENTS: 20, TEAMS: 0}
+# Addresses, one or two of them a tile, too.
+SPILL_BYTES = {SEGMENTS: 20}
+SPILL_BYTES_OF = {V32_FP8: {**SPILL_BYTES, TEAMS: 4}, V32_NOPE_FP8: {**SPILL_BYTES, TEAMS: 8, CLUSTERS: 4}}
 
 
 def defines(layout: Layout, lines: int, division: int, dense: bool = False) -> dict[str, int | str]:
@@ -53,9 +70,10 @@ def defines(layout: Layout, lines: int, division: int, dense: bool = False) -> d
 @cache
 def kernel(layout: Layout, heads: int, division: int) -> Kernel:
     """The kernel for one cache layout, heads of a CTA, and one of `DIVISIONS`."""
+    spills = SPILL_BYTES_OF.get(layout, SPILL_BYTES)
     return Kernel(
         "attention/fp8_sm90.cu", structs.ATTENTION, defines(layout, heads, division), archs=("90a",), target="90a",
-        spill_bytes=SPILL_BYTES[division], max_cluster=MAX_CLUSTER if division == CLUSTERS else 1, overlaps=True,
+        spill_bytes=spills.get(division, 0), max_cluster=MAX_CLUSTER if division == CLUSTERS else 1, overlaps=True,
     )  # fmt: skip
 
 
@@ -76,7 +94,7 @@ def kernels() -> Iterator[Kernel]:
 def serves(problem: Problem) -> bool:
     """Decode over FP8 rows; batch-invariant calls of few heads are for `few_heads_sm90` where that can
     read the rows."""
-    few = problem.fixed and problem.heads <= 16 and problem.layout == V32_FP8
+    few = problem.fixed and problem.heads <= 16 and problem.layout in few_heads_sm90.LAYOUTS
     able = problem.on_hopper and problem.layout in LAYOUTS
     return able and not few and not problem.prefill
 
@@ -84,9 +102,9 @@ def serves(problem: Problem) -> bool:
 def candidates(problem: Problem) -> Iterator[Division]:
     """Whole items, shares, clusters and teams; the splits that are asked for in clusters or in turn.
 
-    Not for up to 8 heads over V32_FP8: `few_heads_sm90` is faster.
+    Not for up to 8 heads over rows with float32 scales: `few_heads_sm90` is faster.
     """
-    if problem.heads <= 8 and problem.layout == V32_FP8 and not problem.asks:
+    if problem.heads <= 8 and problem.layout in few_heads_sm90.LAYOUTS and not problem.asks:
         return
     asked, every, plain = problem.splits(INVARIANT_ROWS), problem.division, problem.layout.scale_of_call
     at_once = problem.gpu.clusters_at_once(cluster_kernel())
