@@ -6,11 +6,10 @@ import importlib.util
 import logging
 import shutil
 import sys
-from collections.abc import Iterator
 from configparser import ConfigParser
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,30 +20,12 @@ from cupy_mla.integrations import vllm as plugin  # noqa: E402
 from cupy_mla.metadata.batch import BatchMetadata  # noqa: E402
 from tests import indexers, oracle_indexer  # noqa: E402
 from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, TOPK, assert_result, make_step  # noqa: E402
+from tests.integrations.stub_vllm import loaded  # noqa: E402
 from tests.kinds import E4M3  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 K, HEADS, MAX_LEN = 6, 8, 32
 HOSTILE = 1 << 20  # a token of nobody
-
-
-def loaded(name: str) -> ModuleType:
-    return importlib.import_module(name)
-
-
-@pytest.fixture
-def modules(vllm: None) -> Iterator[SimpleNamespace]:
-    """The adapter's modules, in a process whose vLLM has a configuration."""
-    compilation = SimpleNamespace(splitting_ops=["vllm::sparse_attn_indexer"])
-    loaded("vllm.config").current = SimpleNamespace(speculative_config=None, compilation_config=compilation)
-    indexer = loaded(f"{plugin.__name__}.indexer")
-    yield SimpleNamespace(
-        sparse_mla=loaded(f"{plugin.__name__}.sparse_mla"), indexer=indexer, short=loaded(f"{plugin.__name__}.short"),
-        splitting_ops=compilation.splitting_ops,
-        stock=loaded("vllm.v1.attention.backends.mla.flashmla_sparse"),
-        metadata=loaded("vllm.v1.attention.backends.mla.indexer"), context=loaded("vllm.forward_context").context,
-    )  # fmt: skip
-    indexer.LIBRARY._destroy()
 
 
 def layer_indexer(buffer: torch.Tensor, fp4: bool = False) -> SimpleNamespace:
