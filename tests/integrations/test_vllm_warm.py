@@ -153,5 +153,6 @@ def test_no_step_of_0_22_needs_another_kernel(modules, gpu, monkeypatch, rng, ca
         gpu.used = 0
         metadata = builder.build(0, batch)
         impl.prefill_bf16_workspace = torch.zeros(2100, 576, dtype=torch.bfloat16)
-        impl.forward_mqa(torch.zeros(sum(query_lens), heads, 576).bfloat16(), rows, metadata, None)
+        q = torch.zeros(sum(query_lens), heads, 576).bfloat16()
+        impl.forward_mqa((q[..., :512], q[..., 512:].clone()), rows, metadata, None)
     assert set(gpu.kernels.values()) == ready
