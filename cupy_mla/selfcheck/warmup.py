@@ -112,21 +112,29 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
             _zeros(cupy, b, 1, heads, d_qk),
             _nothing(cupy, b, 1, windows if config.is_v4 else config.topk_width),
         )
-        length = cupy.zeros(b, np.int32) if config.is_v4 else None
-        more: dict[str, Any] = {"attn_sink": sink, "topk_length": length}
-        sparse_decode(q, cache, indices, SM_SCALE, **more)
-        if config.has_compressed_rows:
-            sparse_decode(
-                q, cache, indices, SM_SCALE, **more, extra_k_cache=empty_cache(layout, 1, config.rows_per_block, place),
-                extra_indices=_nothing(cupy, b, 1, compressed), extra_topk_length=length,
-            )  # fmt: skip
+        for length in _lengths(cupy, config, b):
+            more: dict[str, Any] = {"attn_sink": sink, "topk_length": length}
+            sparse_decode(q, cache, indices, SM_SCALE, **more)
+            if config.has_compressed_rows:
+                sparse_decode(
+                    q, cache, indices, SM_SCALE, **more, extra_topk_length=length,
+                    extra_k_cache=empty_cache(layout, 1, config.rows_per_block, place),
+                    extra_indices=_nothing(cupy, b, 1, compressed),
+                )  # fmt: skip
     width = combined_width(compressed, config.window, config.max_image_tokens) if config.is_v4 else config.topk_width
     for tokens in query_tokens(config.max_num_batched_tokens):
-        length = cupy.zeros(tokens, np.int32) if config.is_v4 else None
-        sparse_prefill(
-            _zeros(cupy, tokens, heads, d_qk), _zeros(cupy, 1, 1, d_qk), _nothing(cupy, tokens, 1, width),
-            SM_SCALE, attn_sink=sink, topk_length=length,
-        )  # fmt: skip
+        for length in _lengths(cupy, config, tokens):
+            sparse_prefill(
+                _zeros(cupy, tokens, heads, d_qk), _zeros(cupy, 1, 1, d_qk), _nothing(cupy, tokens, 1, width),
+                SM_SCALE, attn_sink=sink, topk_length=length,
+            )  # fmt: skip
+
+
+def _lengths(cupy: ModuleType, config: SparseMLAConfig, tokens: int) -> list[Any]:
+    """Lengths of the lists of so many query tokens: V4's layers always give them, callers of V3.2's may leave them out
+    (None), and either way may have kernels of its own."""
+    lengths = cupy.zeros(tokens, np.int32)
+    return [lengths] if config.is_v4 else [None, lengths]
 
 
 def _dense(cupy: ModuleType, config: SparseMLAConfig) -> None:

@@ -6,8 +6,11 @@ They do as little as the plug-in needs: build metadata of one batch, reserve buf
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from textwrap import dedent
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 # What dense MLA backends share, which is the same in 0.22 and 0.33.
 DENSE_MLA = """
@@ -87,15 +90,31 @@ SOURCES = {
         class AttentionConfig:
             hisparse_config = None
         """,
+    "config/parallel": """
+        class ParallelConfig:
+            cp_kv_cache_interleave_size: int
+        """,
+    "config/scheduler": """
+        class SchedulerConfig:
+            max_num_batched_tokens: int
+            max_num_seqs: int
+        """,
+    "config/speculative": """
+        class SpeculativeConfig:
+            num_speculative_tokens: int
+        """,
     "config/vllm": """
         class VllmConfig:
             attention_config: object
             model_config: object
             parallel_config: object
+            scheduler_config: object
+            speculative_config: object
         """,
     "config/model": """
         class ModelConfig:
             hf_text_config: object
+            max_model_len: int
 
             def get_num_attention_heads(self, parallel_config):
                 raise NotImplementedError
@@ -188,6 +207,8 @@ SOURCES = {
             causal: bool = True
 
         class AttentionMetadataBuilder:
+            device: Any
+            vllm_config: Any
             reorder_batch_threshold = None
 
         class SparseMLAAttentionImpl:
@@ -215,6 +236,7 @@ SOURCES = {
 
         import torch
 
+        from vllm.config import get_current_vllm_config
         from vllm.v1.attention.backend import AttentionMetadataBuilder, SparseMLAAttentionImpl
         from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -282,8 +304,10 @@ SOURCES = {
             fp8_use_mixed_batch: bool = False
 
         class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder):
-            def __init__(self, num_heads, block_size, fp8, decode_len=1):
-                self.num_heads, self.use_fp8_kv_cache, self.topk_tokens = num_heads, fp8, 20
+            def __init__(self, num_heads, block_size, fp8, decode_len=1, vllm_config=None, device="cpu", topk=20):
+                self.vllm_config = get_current_vllm_config() if vllm_config is None else vllm_config
+                self.device = torch.device(device)
+                self.num_heads, self.use_fp8_kv_cache, self.topk_tokens = num_heads, fp8, topk
                 self.kv_cache_spec = SimpleNamespace(block_size=block_size)
                 self.req_id_per_token_buffer = torch.full((64,), -1, dtype=torch.int32)
                 self.reorder_batch_threshold = decode_len
@@ -524,6 +548,26 @@ SOURCES_33 = {
             def supports_compute_capability(cls, capability):
                 return True
 
+            @classmethod
+            def validate_configuration(
+                cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix,
+                device_capability, use_pcp=False, use_dcp=False,
+            ):
+                reasons = [] if cls.supports_compute_capability(device_capability) else ["compute capability"]
+                if use_pcp and not cls.get_impl_cls().supports_pcp:
+                    reasons.append("PCP not supported")
+                if use_dcp and not cls.get_impl_cls().supports_dcp:
+                    reasons.append("DCP not supported")
+                reason = cls.supports_combination(
+                    head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix,
+                    device_capability,
+                )
+                return reasons + ([] if reason is None else [reason])
+
+        def max_decode_query_len(vllm_config):
+            speculative = vllm_config.speculative_config
+            return 1 if speculative is None else 1 + speculative.num_speculative_tokens
+
         class AttentionLayer:
             _q_scale: Any
             _k_scale: Any
@@ -531,12 +575,26 @@ SOURCES_33 = {
         class AttentionImplBase:
             scale: float
             can_return_lse_for_decode: bool = False
+            dcp_world_size: int = 1
             lse_base_on_e: bool = True
             need_to_return_lse_for_decode: bool = False
             supports_dcp: bool = False
             supports_dense_mha_prefill: bool = True
 
+            def __new__(cls, *args, **kwargs):
+                self = super().__new__(cls)
+                self.dcp_world_size = ranks
+                self.need_to_return_lse_for_decode = ranks > 1 and self.can_return_lse_for_decode
+                return self
+
+            def process_weights_after_loading(self, act_dtype):
+                pass
+
+        ranks = 1  # that share rows, of the process group
+
         class MLAAttentionImpl(AttentionImplBase):
+            supports_pcp = True
+
             def do_kv_cache_update(
                 self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
             ):
@@ -553,7 +611,9 @@ SOURCES_33 = {
             return kv_cache.as_strided(((blocks - 1) * stride + block_size, width), (width, 1)), stride
         """,
     "v1/attention/backends/mla/flashmla_sparse": """
-        class FlashMLASparseBackend:
+        from vllm.v1.attention.backend import AttentionBackend
+
+        class FlashMLASparseBackend(AttentionBackend):
             supported_kv_cache_dtypes = ["auto", "bfloat16", "fp8_ds_mla", "fp8", "nvfp4_ds_mla"]
 
             @classmethod
@@ -575,19 +635,32 @@ SOURCES_33 = {
             @classmethod
             def supports_compute_capability(cls, capability):
                 return capability.major in (9, 10)
+
+            @classmethod
+            def supports_combination(
+                cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix,
+                device_capability,
+            ):
+                return "head size 512 on 9.x" if head_size == 512 and device_capability.major != 9 else None
         """,
     "model_executor/layers/attention/mla_attention": DENSE_MLA
     + """
         from vllm.v1.attention.backend import MLAAttentionImpl
 
+        class MLAAttention:
+            def process_weights_after_loading(self, act_dtype):
+                self.impl.process_weights_after_loading(act_dtype)
+
         class MLACommonBaseImpl(MLAAttentionImpl):
-            def __init__(self, scale, kv_cache_dtype, qk_rope_head_dim):
+            def __init__(self, scale, kv_cache_dtype, qk_rope_head_dim, num_heads):
+                self.num_heads = num_heads
                 self.scale, self.kv_cache_dtype, self.qk_rope_head_dim = scale, kv_cache_dtype, qk_rope_head_dim
         """,
     "model_executor/layers/attention/sparse_mla_attention": """
         import torch
 
         from vllm.model_executor.layers.attention.mla_attention import MLACommonBaseImpl
+        from vllm.v1.attention.backend import max_decode_query_len
         from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 
         class SparseMLACommonMetadata:
@@ -597,21 +670,27 @@ SOURCES_33 = {
             metadata_cls: type
 
             def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
-                self.threshold = None
                 self.kv_cache_spec, self.vllm_config, self.topk_tokens = kv_cache_spec, vllm_config, 20
-                self.model_config = self.mla_dims = vllm_config and vllm_config.model_config
+                self.model_config = self.mla_dims = vllm_config.model_config
                 self.dcp_world_size, self.use_pcp = 1, False
 
-            def _init_reorder_batch_threshold(self, reorder_batch_threshold=1, supports_spec_as_decode=False):
-                self.threshold = reorder_batch_threshold, supports_spec_as_decode
-                self.reorder_batch_threshold = reorder_batch_threshold
+            def _init_reorder_batch_threshold(
+                self, reorder_batch_threshold=1, supports_spec_as_decode=False, supports_dcp_with_varlen=False
+            ):
+                least = max_decode_query_len(self.vllm_config) if supports_spec_as_decode else 1
+                apart = self.vllm_config.parallel_config.decode_context_parallel_size > 1
+                one = apart and not supports_dcp_with_varlen
+                self.reorder_batch_threshold = 1 if one else max(reorder_batch_threshold, least)
 
             def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
                 return SparseMLACommonMetadata()
 
-        class SparseMLACommonImpl(MLACommonBaseImpl):
-            def __init__(self, scale, kv_cache_dtype, qk_rope_head_dim, topk_indices_buffer):
-                super().__init__(scale, kv_cache_dtype, qk_rope_head_dim)
+        class SharedTopkIndicesBuffer:
+            topk_indices_buffer = None
+
+        class SparseMLACommonImpl(MLACommonBaseImpl, SharedTopkIndicesBuffer):
+            def __init__(self, scale, kv_cache_dtype, qk_rope_head_dim, topk_indices_buffer, num_heads=12):
+                super().__init__(scale, kv_cache_dtype, qk_rope_head_dim, num_heads)
                 self.topk_indices_buffer = topk_indices_buffer
 
             def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
@@ -645,3 +724,14 @@ def write(folder: Path, sources: dict[str, str] = SOURCES) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dedent(source))
     return package
+
+
+def loaded(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def engine(**more: Any) -> SimpleNamespace:
+    """vLLM's configuration of a small engine."""
+    sizes = SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=40)
+    parts = {"scheduler_config": sizes, "model_config": SimpleNamespace(max_model_len=700), "speculative_config": None}
+    return SimpleNamespace(**{**parts, **more})

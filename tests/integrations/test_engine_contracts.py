@@ -1,4 +1,5 @@
-"""The plug-in's adapters against the engines' wheels: what they need stands in the Python files, which are read.
+"""The plug-in's adapters against the engines' wheels: what they need stands in the Python files, which are read, and
+vLLM's own classes take our attention and indexer over several steps (`wheel_vllm`).
 
 Wheels are large: tests with the mark `contracts` are skipped unless CUPY_MLA_ENGINE_WHEELS names a folder, into which
 wheels that it lacks are downloaded.
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -28,16 +30,37 @@ PLATFORMS = {"vllm": "manylinux_2_28_x86_64", "sglang": "manylinux_2_34_x86_64"}
 FOLDER = os.environ.get("CUPY_MLA_ENGINE_WHEELS")
 
 
-def sources(package: str, version: str) -> zipfile.Path:
-    """The package's folder in its wheel."""
+def wheel(package: str, version: str) -> Path:
+    """The package's wheel; the test is skipped where none is asked for, or pip cannot fetch it."""
     if not FOLDER:
         pytest.skip(f"CUPY_MLA_ENGINE_WHEELS names no folder for the wheel of {package} {version}")
     pattern = f"{package}-{version}-*.whl"
     if not list(Path(FOLDER).glob(pattern)):
         download = ["pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--platform", PLATFORMS[package]]
-        subprocess.run([sys.executable, "-m", *download, "-d", FOLDER, f"{package}=={version}"], check=True)
-    (wheel,) = Path(FOLDER).glob(pattern)
-    return zipfile.Path(wheel, f"{package}/")
+        fetched = subprocess.run(
+            [sys.executable, "-m", *download, "-d", FOLDER, f"{package}=={version}"], capture_output=True, text=True
+        )
+        if fetched.returncode:
+            pytest.skip(f"pip cannot fetch {package} {version}: {fetched.stderr.strip().splitlines()[-1]}")
+    (found,) = Path(FOLDER).glob(pattern)
+    return found
+
+
+def sources(package: str, version: str) -> zipfile.Path:
+    """The package's folder in its wheel."""
+    return zipfile.Path(wheel(package, version), f"{package}/")
+
+
+def unpacked(package: str, version: str) -> Path:
+    """A folder with the Python files of the package, beside its wheel."""
+    path = wheel(package, version)
+    folder = path.parent / f"{package}-{version}-python"
+    if not folder.exists():
+        with zipfile.ZipFile(path) as archive, TemporaryDirectory(dir=path.parent) as whole:
+            archive.extractall(whole, [name for name in archive.namelist() if name.endswith((".py", "METADATA"))])
+            Path(whole).rename(folder)
+            Path(whole).mkdir()  # which is removed
+    return folder
 
 
 @pytest.mark.contracts
@@ -68,6 +91,17 @@ def test_deepseek_v4_in_vllm(caplog, vllm, version: str) -> None:
         if node.func.id in ours:
             keywords = dict.fromkeys(keyword.arg for keyword in node.keywords)
             inspect.signature(ours[node.func.id]).bind(*node.args, **keywords)
+
+
+@pytest.mark.contracts
+@pytest.mark.parametrize("version", ["0.22.1", "0.23.0", "0.33.0"])
+def test_steps_by_the_classes_of_the_wheel(rng_seed, version: str) -> None:
+    """vLLM's builders and impl bases around our attention and indexer, on the CPU, in a process of their own."""
+    pytest.importorskip("transformers", reason="transformers is not installed, which vLLM imports")
+    command = [sys.executable, "-m", "tests.integrations.wheel_vllm", unpacked("vllm", version), version, str(rng_seed)]
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("steps of two layers") == 3
 
 
 @pytest.mark.contracts

@@ -6,45 +6,29 @@ import importlib.util
 import logging
 import shutil
 import sys
-from collections.abc import Iterator
 from configparser import ConfigParser
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
 from cupy_mla.metadata.batch import BatchMetadata  # noqa: E402
 from tests import indexers, oracle_indexer  # noqa: E402
 from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, TOPK, assert_result, make_step  # noqa: E402
+from tests.integrations.steps import ORDER, Caches  # noqa: E402
+from tests.integrations.stub_vllm import loaded  # noqa: E402
 from tests.kinds import E4M3  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 K, HEADS, MAX_LEN = 6, 8, 32
 HOSTILE = 1 << 20  # a token of nobody
-
-
-def loaded(name: str) -> ModuleType:
-    return importlib.import_module(name)
-
-
-@pytest.fixture
-def modules(vllm: None) -> Iterator[SimpleNamespace]:
-    """The adapter's modules, in a process whose vLLM has a configuration."""
-    compilation = SimpleNamespace(splitting_ops=["vllm::sparse_attn_indexer"])
-    loaded("vllm.config").current = SimpleNamespace(speculative_config=None, compilation_config=compilation)
-    indexer = loaded(f"{plugin.__name__}.indexer")
-    yield SimpleNamespace(
-        sparse_mla=loaded(f"{plugin.__name__}.sparse_mla"), indexer=indexer, short=loaded(f"{plugin.__name__}.short"),
-        splitting_ops=compilation.splitting_ops,
-        stock=loaded("vllm.v1.attention.backends.mla.flashmla_sparse"),
-        metadata=loaded("vllm.v1.attention.backends.mla.indexer"), context=loaded("vllm.forward_context").context,
-    )  # fmt: skip
-    indexer.LIBRARY._destroy()
 
 
 def layer_indexer(buffer: torch.Tensor, fp4: bool = False) -> SimpleNamespace:
@@ -266,6 +250,15 @@ def test_attention(modules, rng, path: str, query_lens: list[int], pair: bool) -
     assert lse is None
     assert got.shape == (padded, heads, 512)
     assert_result(got[:tokens].float().numpy(), step.want)
+
+
+@pytest.mark.parametrize(("heads", "whole"), [(16, True), (32, True), (63, True), (64, False), (128, False)])
+def test_ranks_below_64_heads_give_whole_batches_to_the_decode_kernel(modules, rng, heads: int, whole: bool) -> None:
+    """Those with prefills as well, as docs/vllm.md says."""
+    batch = vllm_batch(make_step(rng, 1, [1, 1, 6]).batch, 8)
+    extra = modules.sparse_mla.CupyMLASparseBuilder(heads, BLOCK_SIZE, True).build(0, batch).fp8_extra_metadata
+    assert isinstance(extra, modules.stock.FlashMLASparseMetadata.FP8KernelMetadata) == whole
+    assert whole or extra.num_decode_tokens == 2
 
 
 def vllm_batch(batch: BatchMetadata, tokens: int) -> SimpleNamespace:
@@ -593,6 +586,38 @@ def test_decodes_choose_slots(
         assert torch.equal(buffer, positions)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_steps_on_one_buffer(modules, rng, path: str) -> None:
+    """A step must not take what an earlier one has chosen, as slots or not at all, for its own lists."""
+    cache_type, heads = PATHS[path]
+    caches = Caches(rng, BLOCK_SIZE, heads, K)
+    lists = torch.full((64, K), HOSTILE, dtype=torch.int32)
+    indexer = layer_indexer(lists)
+    indexer.k_cache.kv_cache, indexer.indexer_op.skip_k_cache_insert = as_torch(caches.keys), True
+    impl = modules.sparse_mla.CupyMLASparseImpl(heads, 576, SCALE, cache_type, indexer=indexer)
+    builder = modules.sparse_mla.CupyMLASparseBuilder(heads, BLOCK_SIZE, cache_type == "fp8_ds_mla", topk=K)
+    for name in ORDER:
+        asked = caches.step(name)
+        tokens = max(sum(asked.query_lens), len(asked.query_lens))
+        unread = [0] * sum(asked.query_lens)  # slots of new rows, positions
+        batch = vllm_batch(BatchMetadata(asked.starts, asked.seq_lens, asked.table, unread, unread), tokens)
+        decodes = next((i for i, n in enumerate(asked.query_lens) if n > 1), len(asked.query_lens))
+        keys = batch_metadata(modules, asked.table, asked.query_lens, asked.seq_lens, asked.starts, decodes, 1)
+        if keys.decode is not None:
+            keys.decode.block_table = batch.block_table_tensor[:decodes]
+        modules.context.attn_metadata = {"layer.indexer.k_cache": keys, "layer.attn": builder.build(0, batch)}
+        live = sum(asked.query_lens)
+        q8, w, q = (
+            torch.zeros(tokens, *a.shape[1:], dtype=as_torch(a).dtype)
+            for a in (asked.index_q.view(E4M3), asked.weights, asked.q)
+        )
+        q8[:live], w[:live], q[:live] = as_torch(asked.index_q.view(E4M3)), as_torch(asked.weights), as_torch(asked.q)
+        indexer.indexer_op(torch.zeros(tokens, 4), q8, torch.zeros(tokens, 128), w)
+        cache = as_torch(caches.rows["bf16" if path == "bf16" else "v32_fp8"])
+        got, _ = impl.forward_mqa(q, cache, modules.context.attn_metadata["layer.attn"], None)
+        assert_result(got[:live].float().numpy(), asked.want)
+
+
 def test_slots_of_another_block_table_are_an_error(modules) -> None:
     """Of a layer that takes another layer's choice."""
     table = torch.zeros(2, 3, dtype=torch.int32)
@@ -648,6 +673,31 @@ def test_indexer_writes_keys(modules, rng) -> None:
     assert want.any()
     assert torch.equal(cache, want)
     assert (buffer == -1).all()
+
+
+def test_a_profiling_run_takes_the_memory_of_the_logits(modules) -> None:
+    """As much as steps may, so that vLLM leaves it to them."""
+
+    class Largest(TorchDispatchMode):
+        nbytes = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor):
+                self.nbytes = max(self.nbytes, made.nbytes)
+            return made
+
+    indexer = layer_indexer(torch.zeros(4, K, dtype=torch.int32))
+    modules.indexer.adopt(indexer)
+    modules.context.attn_metadata = None
+    loaded("vllm.envs").VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = 3
+    op = indexer.indexer_op
+    with Largest() as largest:
+        modules.indexer.sparse_attn_indexer(
+            torch.zeros(4, 4), op.k_cache.prefix, op.k_cache.kv_cache, torch.zeros(4, HEADS, 128), torch.zeros(4, 128),
+            torch.zeros(4, HEADS), "ue8m0", K, MAX_LEN, 1, op.topk_indices_buffer, False,
+        )  # fmt: skip
+    assert largest.nbytes == 3 << 20
 
 
 def test_a_profiling_run_reserves_memory(modules, monkeypatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -48,9 +50,83 @@ def test_backend(adapter) -> None:
     assert backend.get_name() == "FLASHMLA_SPARSE"
     assert "nvfp4_ds_mla" not in backend.supported_kv_cache_dtypes
     assert backend.get_impl_cls() is adapter.CupyMLASparseImpl
-    builder = backend.get_builder_cls()(None, [], None, None)
-    assert builder.threshold == (1, True)
+    builder = builder_of(adapter, "bf16")
     assert builder.metadata_cls is adapter.common.SparseMLACommonMetadata
+
+
+@contextmanager
+def of_ranks(count: int) -> Iterator[None]:
+    """Layers that are made meanwhile share rows with other ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("vllm.v1.attention.backend"), "ranks", count)
+        yield
+
+
+def reasons(adapter, capability: tuple[int, int] = (9, 0), head_size: int = 576, **ranks: bool) -> list[str]:
+    """Why vLLM does not take the backend for a layer."""
+    gpu = SimpleNamespace(major=capability[0], minor=capability[1])
+    layer = head_size, torch.bfloat16, "auto", None, True, False, True, False, gpu
+    return adapter.CupyMLASparseBackend.validate_configuration(*layer, **ranks)
+
+
+def test_prefill_and_decode_context_parallelism_together_are_refused(adapter) -> None:
+    """Each alone is served: `test_the_parts_of_ranks_merge`."""
+    assert reasons(adapter) == reasons(adapter, use_pcp=True) == reasons(adapter, use_dcp=True) == []
+    (reason,) = reasons(adapter, use_pcp=True, use_dcp=True)
+    assert reason.startswith("prefill together with decode context parallelism not supported")
+
+
+@pytest.mark.parametrize(
+    ("capability", "needed"),
+    [((7, 5), "DeepGEMM"), ((8, 0), "FP8, from 8.9 on"), ((8, 6), "FP8, from 8.9 on"), ((8, 9), "DeepGEMM"),
+     ((9, 0), None), ((10, 0), None), ((10, 3), None), ((11, 0), "DeepGEMM"), ((12, 0), None)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("head_size", [576, 512])
+def test_gpus_on_which_all_of_a_layer_runs(adapter, capability, needed: str | None, head_size: int) -> None:
+    """The indexer is vLLM's own; what it lacks is said, with what the GPU has."""
+    got = [reason for reason in reasons(adapter, capability, head_size) if reason != "compute capability"]
+    if needed is None:
+        assert got == []
+    else:
+        assert needed in got[0]
+        assert got[0].endswith("this GPU has {}.{}".format(*capability))
+        assert ("from 8.9 on" in got[0]) == (capability < (8, 9))
+
+
+@pytest.mark.parametrize(("rope", "taken"), [(0, True), (64, False)])
+def test_heads_of_512_have_no_rope(adapter, rope: int, taken: bool) -> None:
+    """GLM-5.3-Flash's have none; V4's have it within these 512, and another attention."""
+    config = importlib.import_module("vllm.config")
+    config.current = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(qk_rope_head_dim=rope))
+    )
+    got = reasons(adapter, (10, 0), 512), reasons(adapter, (9, 0), 512)
+    assert got == (([], []) if taken else (["head size 512 is served for models without RoPE alone"],) * 2)
+    assert reasons(adapter) == []
+
+
+@pytest.mark.parametrize(
+    ("heads", "fields", "most"),
+    [(16, {}, 128), (32, {}, 128), (64, {}, 256), (128, {}, 256), (8, {}, 256),
+     (64, {"speculative": SimpleNamespace(num_speculative_tokens=300)}, 301), (64, {"ranks": 2}, 256),
+     (64, {"ranks": 2, "interleave": 16}, 1)],
+    ids=str,
+)  # fmt: skip
+def test_short_extends_are_decodes(adapter, heads: int, fields: dict[str, Any], most: int) -> None:
+    """As in vLLM's own backends on Hopper."""
+    assert builder_of(adapter, "bf16", heads=heads, **fields).reorder_batch_threshold == most
+
+
+@pytest.mark.parametrize(
+    ("query_len", "speculative", "taken"), [(1, 0, True), (3, 2, True), (3, 1, False), (3, 0, False)]
+)
+def test_only_decodes_take_no_lists(adapter, rng, query_len: int, speculative: int, taken: bool) -> None:
+    """Extends that are as long as one another are no decodes, however short."""
+    more = {"speculative": SimpleNamespace(num_speculative_tokens=speculative)} if speculative else {}
+    batch = vllm_batch(make_step(rng, 12, [query_len] * 2, [TOPK, 5]).batch, 2 * query_len)
+    found = adapter.short.dense_decodes_of(builder_of(adapter, "bf16", **more).build(0, batch))
+    assert (found is not None) == taken
 
 
 @pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
@@ -82,7 +158,13 @@ def test_attention(adapter, rng, rope: bool, cache: str, query_lens: list[int], 
 def builder_of(adapter, cache: str, rope: bool = True, heads: int = 12, **fields: Any) -> Any:
     model = SimpleNamespace(qk_rope_head_dim=64 if rope else 0, get_num_attention_heads=lambda parallel: heads)
     attention = SimpleNamespace(hisparse_config=fields.pop("hisparse", None))
-    config = SimpleNamespace(model_config=model, attention_config=attention, parallel_config=None)
+    parallel = SimpleNamespace(
+        cp_kv_cache_interleave_size=fields.pop("interleave", 1), decode_context_parallel_size=fields.pop("ranks", 1)
+    )
+    config = SimpleNamespace(
+        model_config=model, attention_config=attention, parallel_config=parallel,
+        speculative_config=fields.pop("speculative", None),
+    )  # fmt: skip
     spec = SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype_str=CACHES[cache][0])
     builder = adapter.CupyMLASparseBackend.get_builder_cls()(spec, [], config, None)
     vars(builder).update(fields)
@@ -140,6 +222,8 @@ def test_sinks(adapter, rng, cache: str, query_lens: list[int]) -> None:
     assert_result(got.float().numpy(), step.want_with_sinks)
     assert adapter.CupyMLASparseBackend.supports_sink()
     assert (impl.supports_dense_mha_prefill, impl.supports_dcp) == (False, False)
+    with of_ranks(2), pytest.raises(NotImplementedError, match="sinks with decode context parallelism"):
+        adapter.CupyMLASparseImpl(*arguments, sinks=as_torch(step.sinks))
     short = make_step(rng, 8, [1, 1], [TOPK, 3], all_listed=True)  # decodes that take no lists
     built = builder_of(adapter, cache, heads=8).build(0, vllm_batch(short.batch, 2))
     assert adapter.short.dense_decodes_of(built) is not None
@@ -150,14 +234,39 @@ def test_sinks(adapter, rng, cache: str, query_lens: list[int]) -> None:
     assert (plain.supports_dense_mha_prefill, plain.supports_dcp) == (True, True)
 
 
+@pytest.mark.parametrize(
+    ("block_size", "gap", "page"), [(64, 0, 64), (64, 64, 64), (128, 64, 64), (64, 8, 8), (64, 3, 1)]
+)
+@pytest.mark.parametrize("cache", CACHES)
+def test_decodes_see_pages_of_64_rows(adapter, rng, monkeypatch, cache, block_size: int, gap: int, page: int) -> None:
+    """Or of the largest power of two below that the memory from the first row to the last has whole. How rows are
+    reached says that, so it holds for any blocks that vLLM takes."""
+    pages = []
+    decode = adapter.sparse_decode
+    monkeypatch.setattr(
+        adapter, "sparse_decode", lambda q, k, *a, **m: (pages.append(k.shape), decode(q, k, *a, **m))[1]
+    )
+    cache_type, layout = CACHES[cache]
+    rows = as_torch(make_step(rng, 2, [1, 1]).caches[layout]).flatten(0, 1)[:1].expand(2 * block_size + gap, -1)
+    blocks = spread(rows[: 2 * block_size].reshape(2, block_size, -1), gap)
+    impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64, torch.tensor([[block_size + 1, 0]]))
+    meta = SimpleNamespace(
+        block_size=block_size, num_decode_tokens=1, req_id_per_token=[0], block_table=torch.tensor([[1, 0]]),
+        is_own=lambda position: True,
+    )  # fmt: skip
+    impl.forward_mqa(torch.zeros(1, 2, 576, dtype=torch.bfloat16), blocks, meta, None)
+    total = 2 * block_size + gap
+    assert pages == [(total // page, page, blocks.shape[-1])]
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("decode", [True, False])
 def test_the_parts_of_ranks_merge(adapter, rng, cache: str, decode: bool) -> None:
     """Under context parallelism a rank has its rows' attention and lse: -inf, and zeros, where it has none."""
     step = make_step(rng, 5, [1, 1, 1], seq_lens=[1, 40, 37])
     cache_type, layout = CACHES[cache]
-    impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64, as_torch(step.topk_indices))
-    impl.need_to_return_lse_for_decode = True
+    with of_ranks(2):
+        impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64, as_torch(step.topk_indices))
     outs, lses = [], []
     for rank in range(2):
         meta = metadata(step, 3 if decode else 0, rank, 2)

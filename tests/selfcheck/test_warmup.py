@@ -191,15 +191,19 @@ class Layer:
         whole = self._put(np.zeros((4, items), layout.dtype))
         return whole.as_strided((4, block_size, layout.last_axis), (items, layout.last_axis, 1))
 
-    def _of_v4(self, tokens):
-        """Sinks and lengths, which V4's layers have."""
-        if not self.config.is_v4:
-            return {}
+    def _more(self, tokens):
+        """Sinks and lengths, which V4's layers have; others may have lengths."""
         sink, lens = np.zeros(self.config.num_heads, np.float32), np.zeros(tokens, np.int32)
-        return {"attn_sink": self._put(sink), "topk_length": self._put(lens)}
+        if self.config.is_v4:
+            return [{"attn_sink": self._put(sink), "topk_length": self._put(lens)}]
+        return [{}, {"topk_length": self._put(lens)}]
 
     def decode(self, tokens):
-        config, more = self.config, self._of_v4(tokens)
+        for more in self._more(tokens):
+            self._decode(tokens, more)
+
+    def _decode(self, tokens, more):
+        config = self.config
         if config.has_compressed_rows:
             more["extra_k_cache"] = self._cache(config.layout, config.rows_per_block)
             more["extra_indices"] = self._zeros(np.int32, tokens, 1, self._chosen)
@@ -215,7 +219,8 @@ class Layer:
         width = combined_width(self._chosen, config.window, config.max_image_tokens)
         width = width if config.is_v4 else config.topk_width
         rows = self._put(np.zeros((5000, 1, config.layout.d_qk), BF16))
-        cupy_mla.sparse_prefill(q, rows, self._zeros(np.int32, tokens, 1, width), 0.1, **self._of_v4(tokens))
+        for more in self._more(tokens):
+            cupy_mla.sparse_prefill(q, rows, self._zeros(np.int32, tokens, 1, width), 0.1, **more)
 
     def dense(self, requests, width):
         """Over all rows of so many requests, which have at most so many blocks."""

@@ -43,9 +43,23 @@ BATCH = (
     "CommonAttentionMetadata.block_table_tensor",
     "CommonAttentionMetadata.causal",
 )
+# What `warm` reads, and the heads of a rank.
+MAXIMA: Needs = {
+    "config.model": ("ModelConfig.get_num_attention_heads(self, parallel_config)", "ModelConfig.max_model_len"),
+    "config.scheduler": ("SchedulerConfig.max_num_batched_tokens", "SchedulerConfig.max_num_seqs"),
+    "config.speculative": ("SpeculativeConfig.num_speculative_tokens",),
+    "config.vllm": (
+        "VllmConfig.attention_config",
+        "VllmConfig.model_config",
+        "VllmConfig.parallel_config",
+        "VllmConfig.scheduler_config",
+        "VllmConfig.speculative_config",
+    ),
+}
 # What `sparse_mla` and `indexer` build on, as vLLM 0.22 has it.
 FLASHMLA_SPARSE: Needs = {
     **REGISTRY,
+    **MAXIMA,
     "v1.attention.backends.mla.flashmla_sparse": (
         "MIN_HEADS_FOR_BF16_PREFILL",
         "get_mla_metadata",
@@ -86,7 +100,9 @@ FLASHMLA_SPARSE: Needs = {
         "FlashMLASparseImpl.forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)",
     ),
     "v1.attention.backend": (
+        "AttentionMetadataBuilder.device",
         "AttentionMetadataBuilder.reorder_batch_threshold",
+        "AttentionMetadataBuilder.vllm_config",
         *BATCH,
         "CommonAttentionMetadata.query_start_loc",
         "CommonAttentionMetadata.slot_mapping",
@@ -141,6 +157,9 @@ SPARSE_MLA_COMMON: Needs = {
         "FlashMLASparseBackend.customize_spec(cls, spec)",
         "FlashMLASparseBackend.get_builder_cls()",
         "FlashMLASparseBackend.get_impl_cls()",
+        "FlashMLASparseBackend.supports_combination"
+        "(cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, "
+        "device_capability)",
         "FlashMLASparseBackend.supports_compute_capability(cls, capability)",
     ),
     "v1.attention.backends.mla.sparse_utils": ("flat_kv_row_view(kv_cache, block_size)",),
@@ -156,28 +175,33 @@ SPARSE_MLA_COMMON: Needs = {
         "SparseMLACommonMetadataBuilder.use_pcp",
         "SparseMLACommonMetadataBuilder.vllm_config",
         "SparseMLACommonMetadataBuilder._init_reorder_batch_threshold"
-        "(self, reorder_batch_threshold, supports_spec_as_decode)",
+        "(self, reorder_batch_threshold, supports_spec_as_decode, supports_dcp_with_varlen)",
+        "SharedTopkIndicesBuffer.topk_indices_buffer",
         "SparseMLACommonImpl.forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)",
         "SparseMLACommonImpl._forward_mqa_kernel"
         "(self, q, kv_cache, topk_indices, valid_counts, layer, block_size, is_decode)",
     ),
     "v1.kv_cache_interface": ("MLAAttentionSpec.cache_dtype_str",),
+    "config": ("get_current_vllm_config", "get_current_vllm_config_or_none"),
     "config.attention": ("AttentionConfig.hisparse_config",),
-    "config.model": ("ModelConfig.get_num_attention_heads(self, parallel_config)",),
-    "config.vllm": (
-        "VllmConfig.attention_config",
-        "VllmConfig.parallel_config",
-    ),
+    "config.parallel": ("ParallelConfig.cp_kv_cache_interleave_size",),
+    **MAXIMA,
     "model_executor.layers.attention.mla_attention": (
         "MLADims.qk_rope_head_dim",
         "MLACommonBaseImpl.kv_cache_dtype",
+        "MLACommonBaseImpl.num_heads",
+        "MLAAttention.process_weights_after_loading(self, act_dtype)",
         "MLACommonBaseImpl.qk_rope_head_dim",
         "MLACommonBaseImpl.scale",
     ),
     "v1.attention.backend": (
         *BATCH,
+        "AttentionBackend.validate_configuration(cls, head_size)",
         "AttentionMetadataBuilder.kv_cache_spec",
         "AttentionCGSupport.UNIFORM_BATCH",
+        "max_decode_query_len(vllm_config)",
+        "AttentionImplBase.dcp_world_size",
+        "AttentionImplBase.process_weights_after_loading(self, act_dtype)",
         "AttentionImplBase.can_return_lse_for_decode",
         "AttentionImplBase.lse_base_on_e",
         "AttentionImplBase.need_to_return_lse_for_decode",

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from ...backends.sparse_mla import SparseMLABackend
 from ...ops.dense import dense_decode
-from ...ops.gather import concat_mla_q
+from .query import whole
 
 if TYPE_CHECKING:
     from ..untyped import Untyped as StockBackend
@@ -76,11 +76,8 @@ class CupyMLADenseImpl(StockImpl):
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention [T, h, 512] of the decodes' query tokens, and lse [T, h] for ranks that have a part of the rows."""
-        if isinstance(q, tuple):
-            nope, rope = q
-            q = nope.new_empty((*nope.shape[:2], nope.shape[2] + rope.shape[2]))
-            concat_mla_q(nope, rope, q)
         cache, decode = kv_c_and_k_pe_cache, attn_metadata.decode
+        q = whole(q, cache.shape[-1])
         scales = {}
         if cache.dtype == torch.float8_e4m3fn:
             scales["k_scale"] = layer._k_scale

@@ -19,7 +19,7 @@ from ...ops.dense import dense_decode, faster_than_lists
 NAME = "cupy_mla_dense_decodes"  # what a metadata object has them under
 
 
-def dense_decodes(builder: Any, batch: Any, layout: Layout, heads: int) -> DenseDecodes | None:
+def dense_decodes(builder: Any, batch: Any, layout: Layout, heads: int, longest: int) -> DenseDecodes | None:
     """The decodes of a batch if all of it are decodes of short contexts, and the dense way is faster; else None.
 
     Args:
@@ -27,9 +27,10 @@ def dense_decodes(builder: Any, batch: Any, layout: Layout, heads: int) -> Dense
         batch: vLLM's description of the batch, which tokens and requests that stand last may pad.
         layout: of the cache.
         heads: query heads of the rank.
+        longest: query tokens of the longest decode, 1 without speculative decoding.
     """
     requests, tokens, query_len = batch.num_reqs, batch.num_actual_tokens, batch.max_query_len
-    of_decodes = 0 < query_len <= builder.reorder_batch_threshold and tokens == requests * query_len
+    of_decodes = 0 < query_len <= longest and tokens == requests * query_len
     if not of_decodes or batch.max_seq_len > builder.topk_tokens or batch.causal is not True:
         return None
     if query_len > 1 and not bool((batch.query_start_loc_cpu.diff() == query_len).all()):

@@ -25,7 +25,8 @@ from ...layouts import BF16_576, V32_FP8
 from ...ops.attention import planned_decode, sparse_prefill
 from ...ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ...ops.indices import convert_req_index_to_global_index
-from . import cache_write, short
+from ...typing import CacheLayout
+from . import cache_write, short, warm
 from .indexer import adopt, chosen_slots, of_single_tokens
 from .rebound import rebound
 
@@ -82,11 +83,15 @@ class CupyMLASparseBuilder(StockBuilder):
             self.whole_batch = stock.FlashMLASparseMetadata.FP8KernelMetadata(
                 scheduler_metadata=None, dummy_block_table=None, cache_lens=None
             )
+        layout: CacheLayout = "v32_fp8" if self.use_fp8_kv_cache else "bf16"
+        # vLLM makes builders before it captures graphs; it has no earlier hook for a backend.
+        warm.up(warm.layers_of(self.vllm_config, self.num_heads, self.topk_tokens, layout), self.device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         built = self.build_lists(common_prefix_len, common_attn_metadata, fast_build)
         layout = V32_FP8 if self.use_fp8_kv_cache else BF16_576
-        setattr(built, short.NAME, short.dense_decodes(self, common_attn_metadata, layout, self.num_heads))
+        longest = self.reorder_batch_threshold
+        setattr(built, short.NAME, short.dense_decodes(self, common_attn_metadata, layout, self.num_heads, longest))
         return built
 
     def build_lists(self, common_prefix_len: int, batch: Any, fast_build: bool) -> Any:

@@ -1,9 +1,10 @@
 """The backend for vLLM 0.33, whose sparse MLA backends share their metadata and all but the attention itself.
 
-Ours are the cache write and the attention, over FP8 and bf16 caches and for any number of heads. Index conversion and
-the indexer stay vLLM's, and so does the dense attention that it gives to prefills of at most topk tokens. Prefills over
-an FP8 cache go to the decode kernel, which reads FP8 rows in place. Decodes of short contexts attend over all rows,
-without lists, where that is faster (`short.py`).
+Ours is the attention, over FP8 and bf16 caches and for any number of heads. So is the cache write where vLLM asks the
+backend for it: in GLM-5.3-Flash and under prefill context parallelism; DeepSeek-V3.2's layers write rows by a fused
+kernel of their own. Index conversion and the indexer stay vLLM's, and so does the dense attention that it gives to
+prefills of at most topk tokens. Prefills over an FP8 cache go to the decode kernel, which reads FP8 rows in place.
+Decodes of short contexts attend over all rows, without lists, where that is faster (`short.py`).
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.nn.functional import pad
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention import sparse_mla_attention as common
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 
 from ...backends.sparse_mla import SparseMLABackend
 from ...layouts import BF16_512, BF16_576, V32_FP8
 from ...ops.attention import sparse_decode, sparse_prefill
-from ...ops.gather import concat_mla_q
-from . import cache_write, short
+from ...typing import CacheLayout
+from . import cache_write, short, warm
+from .query import whole
 
 if TYPE_CHECKING:
     from ..untyped import Untyped as StockBackend
@@ -33,8 +35,7 @@ else:
     StockBuilder = common.SparseMLACommonMetadataBuilder
     StockImpl = common.SparseMLACommonImpl
 
-
-PAGE = 64  # most rows of a page, as vLLM's FP8 caches have them
+DEEP_GEMM = (9, 10, 12)  # major compute capabilities for which vLLM's indexers have kernels
 
 
 class CupyMLASparseBackend(StockBackend):
@@ -56,11 +57,56 @@ class CupyMLASparseBackend(StockBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
+        """Of attention; what else a layer needs, `supports_combination` says, which can tell why not."""
         return SparseMLABackend.supports_compute_capability(capability.major, capability.minor)
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Why a layer cannot be served, None where it can."""
+        major, minor = device_capability.major, device_capability.minor
+        if major not in DEEP_GEMM:
+            lacking = "vLLM's indexer needs DeepGEMM, which has kernels for compute capability 9.0, 10.x and 12.x"
+            if (major, minor) < (8, 9):
+                lacking += ", and vLLM's kernels of norm, RoPE and cache write need FP8, from 8.9 on"
+            return f"{lacking}; this GPU has {major}.{minor}"
+        config = get_current_vllm_config_or_none()
+        model = None if config is None else config.model_config
+        if head_size == 512 and model is not None and getattr(model.hf_text_config, "qk_rope_head_dim", 64) != 0:
+            return "head size 512 is served for models without RoPE alone"
+        return None
+
+    @classmethod
+    def validate_configuration(
+        cls, *layer: Any, use_pcp: bool = False, use_dcp: bool = False, **more: Any
+    ) -> list[str]:
+        """Every reason why a layer cannot be served."""
+        stock: Any = super()
+        reasons: list[str] = stock.validate_configuration(*layer, use_pcp=use_pcp, use_dcp=use_dcp, **more)
+        if use_pcp and use_dcp:
+            reasons.append(
+                "prefill together with decode context parallelism not supported: a rank would attend prefills over its "
+                "own rows alone"
+            )
+        return reasons
 
 
 class CupyMLASparseBuilder(StockBuilder):
-    """The metadata that all of vLLM's sparse MLA backends have, and the decodes that take no lists."""
+    """The metadata that all of vLLM's sparse MLA backends have, and the decodes that take no lists.
+
+    Requests of few query tokens count as decodes, up to as many as for vLLM's own backends on Hopper: the decode kernel
+    serves them as well, and one of them beside decodes must not take these to the prefill kernel.
+    """
 
     _stock_build: Any = common.SparseMLACommonMetadataBuilder.build
     metadata_cls: Any = common.SparseMLACommonMetadata
@@ -68,7 +114,13 @@ class CupyMLASparseBuilder(StockBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        parallel = self.vllm_config.parallel_config
+        self.heads: int = self.model_config.get_num_attention_heads(parallel)
+        self._init_reorder_batch_threshold(
+            128 if self.heads in (16, 32) else 256,
+            supports_spec_as_decode=True,
+            supports_dcp_with_varlen=parallel.cp_kv_cache_interleave_size == 1,
+        )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         built = self._stock_build(common_prefix_len, common_attn_metadata, fast_build)
@@ -78,8 +130,9 @@ class CupyMLASparseBuilder(StockBuilder):
             layout = BF16_576 if self.mla_dims.qk_rope_head_dim else BF16_512
             if self.kv_cache_spec.cache_dtype_str == "fp8_ds_mla":
                 layout = V32_FP8
-            heads = self.model_config.get_num_attention_heads(config.parallel_config)
-            setattr(built, short.NAME, short.dense_decodes(self, common_attn_metadata, layout, heads))
+            longest = max_decode_query_len(config)
+            dense = short.dense_decodes(self, common_attn_metadata, layout, self.heads, longest)
+            setattr(built, short.NAME, dense)
         return built
 
 
@@ -106,6 +159,19 @@ class CupyMLASparseImpl(StockImpl):
             self.supports_dense_mha_prefill: bool = False
         if sinks is not None:
             self.supports_dcp = False
+            if self.dcp_world_size > 1:
+                raise NotImplementedError("attention sinks with decode context parallelism")
+        self.vllm_config: Any = get_current_vllm_config()
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Warm up: vLLM calls this for each layer, after loading and before it measures the memory that is left."""
+        layout: CacheLayout = "v32_fp8" if self.fp8 else "bf16"
+        lists = self.topk_indices_buffer
+        layers = warm.layers_of(
+            self.vllm_config, self.num_heads * self.dcp_world_size, lists.shape[1], layout,
+            rope=self.qk_rope_head_dim > 0, all_decodes=True,
+        )  # fmt: skip
+        warm.up(layers, lists.device)
 
     def do_kv_cache_update(
         self,
@@ -129,7 +195,7 @@ class CupyMLASparseImpl(StockImpl):
         dense = short.dense_decodes_of(attn_metadata)
         if dense is None:
             return self._stock_forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-        query = _whole(q, BF16_576.d_qk if self.fp8 else kv_c_and_k_pe_cache.shape[-1])
+        query = whole(q, BF16_576.d_qk if self.fp8 else kv_c_and_k_pe_cache.shape[-1])
         return short.attend(query, kv_c_and_k_pe_cache, dense, self.scale, self.sinks), None
 
     def _forward_mqa_kernel(
@@ -145,9 +211,9 @@ class CupyMLASparseImpl(StockImpl):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention over the first `valid_counts` of each token's rows; they count from the cache's first row."""
         rows, _ = flat_kv_row_view(kv_cache, block_size)
-        query = _whole(q, BF16_576.d_qk if self.fp8 else rows.shape[-1])
+        query = whole(q, BF16_576.d_qk if self.fp8 else rows.shape[-1])
         if self.fp8 or is_decode:
-            pages = rows.view(-1, gcd(len(rows), PAGE), rows.shape[-1])  # of a power of two, which saves divisions
+            pages = rows.view(-1, gcd(len(rows), warm.PAGE), rows.shape[-1])  # of a power of two, which saves divisions
             out, lse = sparse_decode(
                 query[:, None], pages, topk_indices[:, None], self.scale, attn_sink=self.sinks, topk_length=valid_counts
             )
@@ -159,17 +225,3 @@ class CupyMLASparseImpl(StockImpl):
         if not self.need_to_return_lse_for_decode:
             return out, None
         return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # of a rank without a row, for vLLM's merge
-
-
-def _whole(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], width: int) -> torch.Tensor:
-    """The query in one piece, with zeros for the RoPE part of cache rows that a model without RoPE leaves empty."""
-    if not isinstance(q, tuple):
-        whole = q
-    elif q[1].shape[-1]:
-        nope, rope = q
-        whole = nope.new_empty((*nope.shape[:2], nope.shape[-1] + rope.shape[-1]))
-        concat_mla_q(nope, rope, whole)
-    else:
-        whole = q[0].contiguous()
-    missing = width - whole.shape[-1]
-    return pad(whole, (0, missing)) if missing else whole

@@ -1,0 +1,28 @@
+"""The query of a layer, for every vLLM."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from ...ops.gather import concat_mla_q
+
+
+def whole(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], width: int) -> torch.Tensor:
+    """The query [T, h, width] in one piece.
+
+    Args:
+        q: [T, h, d], or its parts without and with RoPE; a model without RoPE gives the second a width of 0.
+        width: of the cache's rows. What a query lacks of it becomes zeros: FP8 rows have a RoPE part also where the
+            model has none.
+    """
+    if not isinstance(q, tuple):
+        joined = q
+    elif q[1].shape[-1]:
+        nope, rope = q
+        joined = nope.new_empty((*nope.shape[:2], nope.shape[-1] + rope.shape[-1]))
+        concat_mla_q(nope, rope, joined)
+    else:
+        joined = q[0].contiguous()
+    missing = width - joined.shape[-1]
+    return pad(joined, (0, missing)) if missing else joined

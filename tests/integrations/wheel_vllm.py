@@ -1,0 +1,332 @@
+"""Drives the plug-in with the Python classes of a vLLM's wheel, on the CPU: `python -m tests.integrations.wheel_vllm
+FOLDER VERSION SEED`, where FOLDER has the wheel's Python files. Prints what was compared.
+
+vLLM's builders, impl bases and indexer metadata are the wheel's. What is no Python of theirs has a stand-in: packages
+that are not installed are empty, Triton kernels are NumPy, one process is every group of ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from cupy_mla import convert_req_index_to_global_index
+from tests.backends.test_sparse_mla import SCALE, assert_result
+from tests.integrations.steps import ORDER, Asked, Caches
+from tests.integrations.test_vllm import HOSTILE, as_torch
+from tests.kinds import E4M3
+
+BLOCK_SIZE, K, TIMES = 64, 128, 20  # vLLM's index conversion takes multiples of 128 entries
+LACKING = (
+    "aiohttp", "cachetools", "cbor2", "cloudpickle", "cpuinfo", "einops", "fastapi", "gguf", "llguidance", "msgspec",
+    "openai", "openai_harmony", "partial_json_parser", "prometheus_client", "psutil", "pybase64", "uvloop", "xgrammar",
+    "zmq",
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+class _Empty(type):
+    """Classes of which every attribute is another. They can be called, subclassed, decorate and stand in unions."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _empty(name)
+
+    def __getitem__(cls, _: Any) -> Any:
+        return cls
+
+    def __or__(cls, _: Any) -> Any:
+        return cls
+
+    __ror__ = __or__
+
+
+def _schema(cls: type, source: Any, handler: Any) -> Any:
+    from pydantic_core import core_schema
+
+    return core_schema.any_schema()
+
+
+def _empty(name: str) -> Any:
+    parts: dict[str, Any] = {
+        "__init__": lambda self, *args, **kwargs: None,
+        "__call__": lambda self, function=None, *args, **kwargs: function,
+        "__init_subclass__": classmethod(lambda cls, **kwargs: None),
+        "__get_pydantic_core_schema__": classmethod(_schema),
+    }
+    return _Empty(name, (), parts)
+
+
+class _EmptyModule(ModuleType):
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _empty(name)
+
+
+class _Lacking:
+    """Finds packages that are not installed, after all other finders."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in LACKING else None  # type: ignore
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _EmptyModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+def engine(heads: int, cache_type: str, **parallel: int) -> SimpleNamespace:
+    """What vLLM's classes read of a configuration, which becomes the current one."""
+    text = SimpleNamespace(
+        index_topk=K, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=None
+    )
+    model = SimpleNamespace(
+        hf_text_config=text, hf_config=text, max_model_len=1024, dtype=torch.bfloat16,
+        get_num_attention_heads=lambda parallel: heads,
+        model_arch_config=SimpleNamespace(total_num_attention_heads=heads),
+    )  # fmt: skip
+    ranks = {"prefill_context_parallel_size": 1, "decode_context_parallel_size": 1, "cp_kv_cache_interleave_size": 1}
+    made = SimpleNamespace(
+        model_config=model, scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
+        parallel_config=SimpleNamespace(**{"tensor_parallel_size": 1, **ranks, **parallel}),
+        cache_config=SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype=cache_type), speculative_config=None,
+        attention_config=SimpleNamespace(hisparse_config=None, sparse_mla_force_mqa=False, use_fp4_indexer_cache=False),
+        compilation_config=SimpleNamespace(
+            splitting_ops=[], custom_ops=["none"], disabled_custom_ops=Counter(),
+            static_forward_context={"layer": SimpleNamespace(prefill_backend=None)},
+        ),
+        kernel_config=SimpleNamespace(enable_jit_warmup=False),
+    )  # fmt: skip
+    vars(importlib.import_module("vllm.config.vllm"))["_current_vllm_config"] = made
+    return made
+
+
+def batch_of(asked: Asked, table: torch.Tensor) -> Any:
+    """vLLM's description of a step."""
+    metadata = importlib.import_module("vllm.v1.attention.backend").CommonAttentionMetadata
+    starts, lens = as_torch(asked.starts), torch.tensor(asked.seq_lens, dtype=torch.int32)
+    tokens = max(int(starts[-1]), len(lens)) if max(asked.query_lens) == 1 else int(starts[-1])
+    known = {"seq_lens_cpu_upper_bound": lens} if "seq_lens_cpu_upper_bound" in metadata.__dataclass_fields__ else {}
+    return metadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, num_reqs=len(lens),
+        num_actual_tokens=tokens, max_query_len=max(asked.query_lens), max_seq_len=max(asked.seq_lens),
+        block_table_tensor=table, slot_mapping=torch.zeros(tokens, dtype=torch.int64), **known,
+    )  # fmt: skip
+
+
+def padded(array: np.ndarray, tokens: int) -> torch.Tensor:
+    """Zeros behind an array's tokens."""
+    given = as_torch(array)
+    whole = torch.zeros(tokens, *given.shape[1:], dtype=given.dtype)
+    whole[: len(given)] = given
+    return whole
+
+
+def impl_of(backend: Any, heads: int, cache_type: str, **more: Any) -> Any:
+    return backend.get_impl_cls()(
+        num_heads=heads, head_size=576, scale=SCALE, num_kv_heads=1, alibi_slopes=None, sliding_window=None,
+        kv_cache_dtype=cache_type, logits_soft_cap=None, attn_type="decoder", kv_sharing_target_layer_name=None,
+        q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, qk_head_dim=192, v_head_dim=128,
+        kv_b_proj=None, **more,
+    )  # fmt: skip
+
+
+# --- 0.33 ---
+
+
+def convert(
+    requests: torch.Tensor, table: torch.Tensor, lists: torch.Tensor, *, BLOCK_SIZE: int,
+    BLOCK_STRIDE_ROWS: int | None = None, NUM_TOPK_TOKENS: int, return_valid_counts: bool, out: Any = None,
+    valid_counts_out: Any = None, idx_mapping: Any = None,
+) -> Any:  # fmt: skip
+    """vLLM's Triton kernel of index conversion, for blocks without gaps."""
+    assert BLOCK_STRIDE_ROWS in (None, BLOCK_SIZE)
+    assert return_valid_counts
+    found = convert_req_index_to_global_index(requests, table, lists, BLOCK_SIZE, return_valid_counts=True)
+    for made, given in zip(found, (out, valid_counts_out), strict=True):
+        if given is not None:
+            given.copy_(made)
+    return found
+
+
+def request_of_token(starts: torch.Tensor, buffer: torch.Tensor, mapped: int, tokens: int) -> torch.Tensor:
+    """vLLM's Triton kernel of that name."""
+    found = torch.bucketize(torch.arange(tokens), starts[1:], right=True)
+    buffer[:tokens] = found.clamp(max=len(starts) - 2)
+    return buffer[:tokens]
+
+
+class NoStream:
+    """The CPU's stream and events: all is done in order."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+
+def of_0_33(rng: np.random.Generator) -> None:
+    ours = importlib.import_module("cupy_mla.integrations.vllm.sparse_mla_common")
+    stock = importlib.import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
+    groups = importlib.import_module("vllm.v1.attention.backends.mla.index_group")
+    vars(importlib.import_module("vllm.v1.attention.ops.metadata"))["compute_token_to_req_indices"] = request_of_token
+    for module in (ours.common, groups):
+        vars(module)["triton_convert_req_index_to_global_index"] = convert
+    for name in ("_create_side_stream", "_create_event", "current_stream"):
+        vars(groups)[name] = lambda *_: NoStream()
+    ours.common.PIN_MEMORY = False
+    stock.num_compute_units = lambda device: 132
+    spec = SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype_str=None)
+    backend = ours.CupyMLASparseBackend
+    for heads in (8, 16, 32, 64, 128):
+        config = engine(heads, "auto")
+        built = [
+            made(spec, ["layer"], config, CPU).reorder_batch_threshold
+            for made in (backend.get_builder_cls(), stock.FlashMLASparseMetadataBuilder)
+        ]
+        assert built[0] == built[1], (heads, built)
+    print("as many query tokens of a decode as vLLM's own builder has")
+    refusals(backend)
+    for cache_type, layout, heads in (("auto", "bf16", 8), ("fp8_ds_mla", "v32_fp8", 8), ("fp8_ds_mla", "v32_fp8", 64)):
+        config, lists = engine(heads, cache_type), torch.full((64, K), HOSTILE, dtype=torch.int32)
+        spec.cache_dtype_str = cache_type
+        builder = backend.get_builder_cls()(spec, ["layer"], config, CPU)
+        # A layer with an indexer, and one that takes its choice.
+        group = groups.SparseMLAIndexGroupBuilder(lists)
+        layers = [
+            impl_of(backend, heads, cache_type, indexer=indexer, topk_indices_buffer=lists, index_group_builder=group)
+            for indexer in (SimpleNamespace(topk_indices_buffer=lists), None)
+        ]
+        for each in layers:
+            each.process_weights_after_loading(torch.bfloat16)
+        caches = Caches(rng, BLOCK_SIZE, heads, K, TIMES)
+        rows = as_torch(caches.rows[layout])
+        for name in ORDER:
+            asked = caches.step(name)
+            batch = batch_of(asked, as_torch(asked.table))
+            lists[: batch.num_actual_tokens] = -1
+            lists[: len(asked.lists)] = as_torch(asked.lists)
+            metadata = builder.build(0, batch)
+            if ours.short.dense_decodes_of(metadata) is not None:
+                lists.fill_(HOSTILE)
+            assert (ours.short.dense_decodes_of(metadata) is not None) == (name == "short decodes")
+            q = padded(asked.q, batch.num_actual_tokens)
+            for each in layers:
+                each.record_logical_topk_ready()
+                each.prepare_for_batch(metadata)
+                got, lse = each.forward_mqa((q[..., :512], q[..., 512:].clone()), rows, metadata, None)
+                assert lse is None
+                assert_result(got[: len(asked.q)].float().numpy(), asked.want)
+        print(f"{len(ORDER)} steps of two layers, {cache_type}, {heads} heads")
+
+
+def refusals(backend: Any) -> None:
+    """What vLLM's own check of a backend says of ours."""
+    gpu = importlib.import_module("vllm.platforms.interface").DeviceCapability
+
+    def reasons(capability: tuple[int, int] = (9, 0), head_size: int = 576, **more: bool) -> list[str]:
+        found: list[str] = backend.validate_configuration(
+            head_size=head_size, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=BLOCK_SIZE, use_mla=True,
+            has_sink=False, use_sparse=True, use_mm_prefix=False, use_per_head_quant_scales=False,
+            device_capability=gpu(*capability), attn_type="decoder", **more,
+        )  # fmt: skip
+        return found
+
+    config = engine(8, "auto")
+    assert reasons() == reasons(use_pcp=True) == reasons(use_dcp=True) == []
+    assert len(reasons(use_pcp=True, use_dcp=True)) == 1
+    assert "DeepGEMM" in reasons((8, 9))[0]
+    config.model_config.hf_text_config.qk_rope_head_dim = 0
+    assert reasons((10, 0), 512) == reasons((9, 0), 512) == []
+    print("vLLM's own check of a backend")
+
+
+# --- 0.22 ---
+
+
+class KeyRanges:
+    """vLLM's Triton kernel of prefills' chunks: which gathered keys each query token sees."""
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return self.launch
+
+    def launch(
+        self, starts: torch.Tensor, lens: torch.Tensor, key_starts: torch.Tensor, requests: torch.Tensor,
+        first: torch.Tensor, end: torch.Tensor, begin: int, stop: int, **constants: int,
+    ) -> None:  # fmt: skip
+        assert constants["COMPRESS_RATIO"] == 1
+        for r, (query, key) in enumerate(zip(starts[:-1].tolist(), key_starts[:-1].tolist(), strict=True)):
+            requests[key : int(key_starts[r + 1])] = r
+            for t in range(max(query, begin), min(int(starts[r + 1]), stop)):
+                first[t - begin], end[t - begin] = key, key + int(lens[r]) - int(starts[r + 1]) + t + 1
+
+
+def of_0_22(rng: np.random.Generator) -> None:
+    ours = importlib.import_module("cupy_mla.integrations.vllm.sparse_mla")
+    keys_of = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
+    context = vars(importlib.import_module("vllm.forward_context"))
+    stock = importlib.import_module("vllm.model_executor.layers.sparse_attn_indexer")
+    importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(CPU)
+    zeros = torch.zeros
+    vars(torch)["zeros"] = lambda *sizes, pin_memory=False, **more: zeros(*sizes, **more)  # which needs a GPU
+    torch.accelerator.empty_cache = lambda: None  # so does that
+    for module in (ours.stock, keys_of):
+        module.num_compute_units = lambda device: 132
+    keys_of._build_prefill_chunk_metadata_kernel = KeyRanges()
+    spec = SimpleNamespace(block_size=BLOCK_SIZE)
+    backend = ours.CupyMLASparseBackend
+    for cache_type, layout, heads in (("auto", "bf16", 8), ("fp8_ds_mla", "v32_fp8", 8), ("fp8_ds_mla", "v32_fp8", 64)):
+        config, lists = engine(heads, cache_type), torch.full((64, K), HOSTILE, dtype=torch.int32)
+        caches = Caches(rng, BLOCK_SIZE, heads, K, TIMES)
+        cache = SimpleNamespace(prefix="layer.indexer.k_cache", kv_cache=as_torch(caches.keys))
+        op = stock.SparseAttnIndexer(cache, 128, "ue8m0", K, 128, 1024, 4096, lists, skip_k_cache_insert=True)
+        indexer = SimpleNamespace(indexer_op=op, k_cache=cache, topk_indices_buffer=lists)
+        layers = [impl_of(backend, heads, cache_type, indexer=indexer) for _ in range(2)]
+        builder = backend.get_builder_cls()(spec, ["layer.attn"], config, CPU)
+        key_builder = cache.get_attn_backend().get_builder_cls()(spec, [cache.prefix], config, CPU)
+        rows = as_torch(caches.rows[layout])
+        for name in ORDER:
+            asked = caches.step(name)
+            batch = batch_of(asked, as_torch(asked.table))
+            metadata = builder.build(0, batch)
+            built = {cache.prefix: key_builder.build(0, batch), "layer.attn": metadata}
+            context["_forward_context"] = SimpleNamespace(attn_metadata=built)
+            tokens = batch.num_actual_tokens
+            q, q8 = padded(asked.q, tokens), padded(asked.index_q.view(E4M3), tokens)
+            op(torch.zeros(tokens, 4), q8, torch.zeros(tokens, 128), padded(asked.weights, tokens))
+            for each in layers:
+                got, _ = each.forward_mqa((q[..., :512], q[..., 512:].clone()), rows, metadata, None)
+                assert_result(got[: len(asked.q)].float().numpy(), asked.want)
+        print(f"{len(ORDER)} steps of two layers and their indexer, {cache_type}, {heads} heads")
+
+
+DRIVES: dict[str, Callable[[np.random.Generator], None]] = {"0.22.1": of_0_22, "0.23.0": of_0_22, "0.33.0": of_0_33}
+
+
+def main(folder: str, version: str, seed: str) -> None:
+    sys.path.insert(0, folder)
+    sys.meta_path.append(_Lacking())  # type: ignore[arg-type]
+    parallel = importlib.import_module("vllm.distributed.parallel_state")
+    vars(parallel)["_TP"] = SimpleNamespace(world_size=1, rank_in_group=0)
+    DRIVES[version](np.random.default_rng(int(seed)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
