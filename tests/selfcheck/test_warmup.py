@@ -263,7 +263,8 @@ cache, keys = (cupy.zeros((4, 64, width), np.uint8) for width in (656, 132))
 k8, ks = cupy.zeros((9000, 128), np.uint8), cupy.zeros(9000, np.float32)
 for b in {tokens}:
     q = cupy.zeros((b, 1, 64, 576), cupy_mla.dtypes.BFLOAT16)
-    cupy_mla.sparse_decode(q, cache, cupy.zeros((b, 1, 2048), np.int32), 0.04)
+    for more in {{}}, {{"topk_length": cupy.zeros(b, np.int32)}}:
+        cupy_mla.sparse_decode(q, cache, cupy.zeros((b, 1, 2048), np.int32), 0.04, **more)
     q8, w = cupy.zeros((b, 1, 64, 128), np.uint8), cupy.zeros((b, 64), np.float32)
     ends, table = cupy.zeros(b, np.int32), cupy.zeros((b, 4), np.int32)
     cupy_mla.select_rows_paged(q8, keys, w, ends, table, 3000 + 97 * b, 2048)
