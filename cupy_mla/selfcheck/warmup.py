@@ -35,10 +35,10 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
     """Compile (or take from CuPy's disk cache) and load the kernels that layers of a config need, on one GPU.
 
     Calls their operations once each, and attention at all small numbers of query tokens and every power of two up to
-    the config's maxima, with index lists without a valid entry, and over all rows of requests that have none. Which
-    kernel runs depends on such numbers; whatever these calls load is ready afterwards in this process, and on disk for
-    others. Where layers have an indexer, every kernel is loaded that its steps may run. Uses a few hundred MB of GPU
-    memory for a moment.
+    the config's maxima, with index lists without a valid entry, of V3.2's kind with and without lengths, and over all
+    rows of requests that have none. Which kernel runs depends on such numbers; whatever these calls load is ready
+    afterwards in this process, and on disk for others. Where layers have an indexer, every kernel is loaded that its
+    steps may run. Uses a few hundred MB of GPU memory for a moment, from a pool of its own.
 
     Args:
         config: the layers and the engine's maxima.
@@ -59,7 +59,8 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
     require_instance("config", config, SparseMLAConfig)
     device = require_integer("device", device, 0)
     cupy = require_cupy("warmup")
-    with cupy.cuda.Device(device):
+    pool = cupy.cuda.MemoryPool()  # ends with this call, and its memory goes back to the driver
+    with cupy.cuda.Device(device), cupy.cuda.using_allocator(pool.malloc):
         for case in cases(np.random.default_rng(0), Wanted((config.layout,))):
             if case.operation.function not in (sparse_decode, sparse_prefill, dense_decode):
                 case.run(cupy.asarray)

@@ -235,6 +235,42 @@ def of_0_33(rng: np.random.Generator) -> None:
                 assert lse is None
                 assert_result(got[: len(asked.q)].float().numpy(), asked.want)
         print(f"{len(ORDER)} steps of two layers, {cache_type}, {heads} heads")
+    for cache_type, layout in (("auto", "bf16"), ("fp8_ds_mla", "v32_fp8")):
+        parts_of_ranks(rng, ours, spec, cache_type, layout)
+
+
+def parts_of_ranks(rng: np.random.Generator, ours: ModuleType, spec: Any, cache_type: str, layout: str) -> None:
+    """Two ranks that have every second row each: their parts, merged as vLLM does it."""
+    backend, lists = ours.CupyMLASparseBackend, torch.full((64, K), -1, dtype=torch.int32)
+    config = engine(8, cache_type)
+    builder = backend.get_builder_cls()(spec, ["layer"], config, CPU)
+    config.parallel_config.decode_context_parallel_size = 2
+    assert backend.supports_dcp()
+    groups, layers = vars(importlib.import_module("vllm.distributed.parallel_state")), []
+    for rank in range(2):
+        groups["_DCP"] = SimpleNamespace(world_size=2, rank_in_group=rank)
+        layers.append(impl_of(backend, 8, cache_type, topk_indices_buffer=lists))
+    groups["_DCP"] = None
+
+    def own(requests: torch.Tensor, table: torch.Tensor, chosen: torch.Tensor, **more: Any) -> Any:
+        """vLLM's Triton kernel; each rank keeps its rows where one rank alone has all."""
+        mine = torch.where(chosen % more["dcp_size"] == more["dcp_rank"], chosen, -1)
+        mine = mine.sort(descending=True)[0].contiguous()
+        return convert_req_index_to_global_index(requests, table, mine, BLOCK_SIZE, return_valid_counts=True)
+
+    vars(ours.common)["triton_filter_and_convert_dcp_index"] = own
+    caches = Caches(rng, BLOCK_SIZE, 8, K, TIMES)
+    rows = as_torch(caches.rows[layout])
+    for name in ("decodes", "both", "a prefill after decodes"):
+        asked = caches.step(name)
+        metadata = builder.build(0, batch_of(asked, as_torch(asked.table)))
+        lists[: len(asked.lists)] = as_torch(asked.lists)
+        parts = [each.forward_mqa(as_torch(asked.q), rows, metadata, None) for each in layers]
+        outs, lses = zip(*((out.double(), lse.double()) for out, lse in parts), strict=True)
+        whole = torch.logaddexp(*lses)
+        merged = sum((lse - whole).exp()[..., None] * out for out, lse in zip(outs, lses, strict=True))
+        assert_result(merged.numpy(), asked.want)
+    print(f"two ranks that share rows, {cache_type}")
 
 
 def refusals(backend: Any) -> None:

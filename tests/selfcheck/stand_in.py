@@ -35,4 +35,6 @@ class StandIn(SimpleNamespace):
         device = type("Device", (nullcontext,), {"synchronize": lambda self: None})
         names = ("asarray", "zeros", "full", "broadcast_to")
         functions = {name: getattr(np, name) for name in names}
-        super().__init__(cuda=SimpleNamespace(runtime=runtime, Device=device), **{**functions, **more})
+        pool = SimpleNamespace(malloc=None)
+        cuda = SimpleNamespace(runtime=runtime, Device=device, MemoryPool=lambda: pool, using_allocator=nullcontext)
+        super().__init__(cuda=cuda, **{**functions, **more})

@@ -251,7 +251,7 @@ class Layer:
 
 @pytest.mark.gpu
 def test_nothing_is_compiled_after_warmup(rng):
-    """In a process of its own: what the checks call at a config's heads is ready."""
+    """In a process of its own: what the checks call at a config's heads is ready, and no memory is kept from others."""
     tokens = [1, 3, 67, 133, 199, *rng.integers(1, 201, 5).tolist()]
     code = f"""
 import cupy, numpy as np, cupy_mla
@@ -259,11 +259,13 @@ from cupy_mla.warmup import warmup
 from cupy_mla.cuda import all_kernels
 ready = {{repr(k) for k in warmup(cupy_mla.SparseMLAConfig(64, cache_layout="v32_fp8", max_num_seqs=200))}}
 assert len(ready) < len(all_kernels())
+assert cupy.get_default_memory_pool().total_bytes() == 0, "an engine wants the memory"
 cache, keys = (cupy.zeros((4, 64, width), np.uint8) for width in (656, 132))
 k8, ks = cupy.zeros((9000, 128), np.uint8), cupy.zeros(9000, np.float32)
 for b in {tokens}:
     q = cupy.zeros((b, 1, 64, 576), cupy_mla.dtypes.BFLOAT16)
-    cupy_mla.sparse_decode(q, cache, cupy.zeros((b, 1, 2048), np.int32), 0.04)
+    for more in {{}}, {{"topk_length": cupy.zeros(b, np.int32)}}:
+        cupy_mla.sparse_decode(q, cache, cupy.zeros((b, 1, 2048), np.int32), 0.04, **more)
     q8, w = cupy.zeros((b, 1, 64, 128), np.uint8), cupy.zeros((b, 64), np.float32)
     ends, table = cupy.zeros(b, np.int32), cupy.zeros((b, 4), np.int32)
     cupy_mla.select_rows_paged(q8, keys, w, ends, table, 3000 + 97 * b, 2048)
