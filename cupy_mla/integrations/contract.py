@@ -19,12 +19,15 @@ Found = dict[str, "list[str] | tuple[str, ...] | None"]
 
 
 def sources(package: str) -> Path:
-    """The folder of an installed package, which is not imported.
+    """The folder of an installed package, which is not imported; packages around it are.
 
     Raises:
         RuntimeError: it is not installed.
     """
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # a package around it is not
+        spec = None
     if spec is None or spec.origin is None:
         raise RuntimeError(f"{package} is not installed")
     return Path(spec.origin).parent

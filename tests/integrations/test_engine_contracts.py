@@ -22,11 +22,14 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from cupy_mla.integrations import sglang
+from cupy_mla.integrations import megatron, sglang
 from cupy_mla.integrations import vllm as plugin
 from cupy_mla.integrations.contract import definitions, missing
 
-PLATFORMS = {"vllm": "manylinux_2_28_x86_64", "sglang": "manylinux_2_34_x86_64"}
+PLATFORMS = {
+    "vllm": ["manylinux_2_28_x86_64"], "sglang": ["manylinux_2_34_x86_64"],
+    "megatron_core": ["manylinux_2_28_x86_64", "--python-version", "3.12"],
+}  # fmt: skip
 FOLDER = os.environ.get("CUPY_MLA_ENGINE_WHEELS")
 
 
@@ -36,7 +39,7 @@ def wheel(package: str, version: str) -> Path:
         pytest.skip(f"CUPY_MLA_ENGINE_WHEELS names no folder for the wheel of {package} {version}")
     pattern = f"{package}-{version}-*.whl"
     if not list(Path(FOLDER).glob(pattern)):
-        download = ["pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--platform", PLATFORMS[package]]
+        download = ["pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--platform", *PLATFORMS[package]]
         fetched = subprocess.run(
             [sys.executable, "-m", *download, "-d", FOLDER, f"{package}=={version}"], capture_output=True, text=True
         )
@@ -46,9 +49,9 @@ def wheel(package: str, version: str) -> Path:
     return found
 
 
-def sources(package: str, version: str) -> zipfile.Path:
-    """The package's folder in its wheel."""
-    return zipfile.Path(wheel(package, version), f"{package}/")
+def sources(package: str, version: str, folder: str = "") -> zipfile.Path:
+    """The package's folder in its wheel, which has its name unless `folder` says otherwise."""
+    return zipfile.Path(wheel(package, version), f"{folder or package}/")
 
 
 def unpacked(package: str, version: str) -> Path:
@@ -108,6 +111,27 @@ def test_steps_by_the_classes_of_the_wheel(rng_seed, version: str) -> None:
 @pytest.mark.contracts
 def test_sglang() -> None:
     assert missing(sources("sglang", "0.5.23"), sglang.NEEDS) == []
+
+
+@pytest.mark.contracts
+@pytest.mark.parametrize("backend", megatron.BACKENDS)
+def test_megatron(backend: str) -> None:
+    """It has what `install` needs, and each call that it makes of a hook fits our function's named parameters."""
+    package = sources("megatron_core", "0.19.2", "megatron/core")
+    assert missing(package, megatron.needs(backend)) == []
+    kernels = package.joinpath(*f"{megatron.KERNELS.replace('.', '/')}.py".split("/"))
+    hooks = {
+        node.name: [call for call in ast.walk(node) if isinstance(call, ast.Call) and ast.unparse(call.func) == "fn"]
+        for node in ast.parse(kernels.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("run_fused_")
+    }
+    assert hooks.keys() == {name for name in megatron.__all__ if name != "install"}
+    for name, calls in hooks.items():
+        assert calls
+        for call in calls:
+            keywords = dict.fromkeys(keyword.arg for keyword in call.keywords)
+            bound = inspect.signature(getattr(megatron, name)).bind(*call.args, **keywords)
+            assert bound.arguments.get("others", {}).keys() <= megatron.LAYOUT
 
 
 def test_what_a_module_defines() -> None:

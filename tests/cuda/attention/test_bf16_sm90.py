@@ -10,7 +10,7 @@ import pytest
 
 import cupy_mla
 
-from ... import oracle
+from ... import kinds, oracle
 from ...cases import (
     LIFT,
     check_decode,
@@ -23,6 +23,7 @@ from ...cases import (
     queries,
     sinks,
 )
+from ...forwards import check_forwards_agree
 
 pytestmark = pytest.mark.gpu
 
@@ -188,3 +189,22 @@ def test_prefill_of_few_queries_is_split(hopper, rng, d_qk, s_q, h_q):
     results = [check_prefill(hopper, q, kv, indices, 0.05, sink) for _ in range(2)]
     for a, b in zip(*results, strict=True):
         assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("h_q", [16, 64])
+@pytest.mark.parametrize("topk", [300, 700])
+def test_forwards_agree(hopper, rng, force, h_q, topk):
+    """Training, prefill and decode, of more queries than there are SMs, and of three."""
+    force(KERNEL, "whole")
+    check_forwards_agree(hopper, rng, h_q, (30, 370), topk, autograd=False)
+
+
+@pytest.mark.parametrize("h_q", [16, 64])
+def test_forwards_of_training_agree(launched, rng, force, h_q):
+    """The same with torch, through autograd."""
+    kind = kinds.make("torch_cuda")
+    if kind.torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    force(KERNEL, "whole")
+    check_forwards_agree(kind, rng, h_q, (30, 700), 600)
+    assert KERNEL in launched

@@ -1,0 +1,95 @@
+"""The same tokens through training, prefill and decode, to the same bits; lists of serving are replayed in training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import cupy_mla
+
+from .cases import latent, queries
+from .kinds import BF16, NumPy
+
+BLOCK_SIZE = 16
+SCALE = 0.05
+
+
+def causal_lists(rng: np.random.Generator, lengths: tuple[int, ...], topk: int) -> np.ndarray:
+    """[T, topk] positions in a token's own sequence up to its own, in any order, -1 anywhere."""
+    lists = np.full((sum(lengths), topk), -1, np.int32)
+    places = np.concatenate([np.arange(n) for n in lengths])
+    for row, place in zip(lists, places, strict=True):
+        chosen = rng.permutation(place + 1)[: int(rng.integers(1, topk + 1))]
+        row[rng.permutation(topk)[: len(chosen)]] = chosen
+    return lists
+
+
+def check_forwards_agree(
+    kind: NumPy,
+    rng: np.random.Generator,
+    h_q: int,
+    lengths: tuple[int, ...],
+    topk: int,
+    num_splits: int | None = 1,
+    autograd: bool = True,
+) -> None:
+    """Over sequences of such lengths, packed in training, in blocks of a cache in serving.
+
+    Args:
+        autograd: training is looked at, too, where arrays are torch's; emulated calls cannot be custom operations.
+    """
+    tokens, blocks = sum(lengths), [-(-n // BLOCK_SIZE) for n in lengths]
+    sequence = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    first = np.cumsum([0, *lengths[:-1]], dtype=np.int32)
+    table = np.full((len(lengths), max(blocks)), -1, np.int32)
+    free = rng.permutation(sum(blocks) + 3).astype(np.int32)
+    for row, count in zip(table, blocks, strict=True):
+        row[:count], free = free[:count], free[count:]
+    place = np.arange(tokens) - first[sequence]
+    slot_mapping = table[sequence, place // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + place % BLOCK_SIZE
+
+    q, kv = kind.put(queries(rng, tokens, 1, h_q, 576)), kind.put(latent(rng, tokens, 576).astype(BF16))
+    cache = kind.put(np.full((sum(blocks) + 3, BLOCK_SIZE, 576), np.nan, BF16))
+    cupy_mla.concat_and_cache_mla(kv[:, :512], kv[:, 512:], cache, kind.put(slot_mapping))
+    chosen = [kind.put(x) for x in (sequence, table, causal_lists(rng, lengths, topk))]
+    slots = cupy_mla.convert_req_index_to_global_index(*chosen, BLOCK_SIZE)
+    rows = cupy_mla.convert_req_index_to_global_index(*chosen, BLOCK_SIZE, chosen[0], kind.put(first))
+    check_rows_of_slots(kind.take(rows), kind.take(slots), slot_mapping)
+
+    def decode(part: slice) -> list[bytes]:
+        out, lse = cupy_mla.sparse_decode(
+            q[part], cache, slots[part, None], SCALE, num_splits=num_splits, batch_invariant=True
+        )  # fmt: skip
+        return bits(kind, out[:, 0], lse[:, :, 0])
+
+    def prefill(part: slice) -> list[bytes]:
+        out, _, lse = cupy_mla.sparse_prefill(q[part, 0], kv[:, None], rows[part, None], SCALE)
+        return bits(kind, out, lse)
+
+    every, late = slice(None), slice(tokens - 3, tokens)
+    assert decode(every) == prefill(every)
+    assert decode(late) == prefill(late)
+    assert all(alone in whole for alone, whole in zip(decode(late), decode(every), strict=True))
+    if autograd and kind.name.startswith("torch"):
+        check_training(q[:, 0], kv[:, None], rows[:, None], prefill(every), kind)
+
+
+def check_rows_of_slots(rows: np.ndarray, slots: np.ndarray, slot_mapping: np.ndarray) -> None:
+    """Rows of a training's arrays are also found by the slots into which their tokens were written."""
+    row_of_slot = np.full(slot_mapping.max() + 1, -1, np.int32)
+    row_of_slot[slot_mapping] = np.arange(len(slot_mapping))
+    assert np.array_equal(np.where(slots >= 0, row_of_slot[slots], -1), rows)
+
+
+def check_training(q: Any, kv: Any, rows: Any, want: list[bytes], kind: NumPy) -> None:
+    """The forward that keeps what a backward needs has the same bits, and gradients of the replayed lists."""
+    q, kv = q.detach().clone().requires_grad_(), kv.detach().clone().requires_grad_()
+    out, _, lse = cupy_mla.sparse_prefill(q, kv, rows, SCALE)
+    assert bits(kind, out, lse) == want
+    out.float().square().sum().backward()
+    assert all(x.grad.isfinite().all() and x.grad.any() for x in (q, kv))
+
+
+def bits(kind: NumPy, *arrays: Any) -> list[bytes]:
+    return [np.ascontiguousarray(kind.take(x)).tobytes() for x in arrays]
