@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from .bridges import require_cupy
 from .checks.options import require_choice
 from .config import RATIOS, SparseMLAConfig
-from .layouts import QUANTIZED_OF_V4, by_name, names
+from .layouts import OF_V41, QUANTIZED_OF_V4, by_name, names
 from .selfcheck import report
 from .selfcheck.warmup import warmup
 from .typing import ModelKind
@@ -36,6 +36,9 @@ def parser() -> argparse.ArgumentParser:
     layouts = f"cache layouts: {', '.join(names())} (default: v32_fp8)"
     warm.add_argument("--heads", type=int, required=True, help="query heads on a rank")
     warm.add_argument("--layout", nargs="+", default=["v32_fp8"], help=layouts)
+    warm.add_argument(
+        "--compressed-layout", help="layout of V4.1's compressed caches: v41_fp4 beside v41_fp8 (default: as --layout)"
+    )
     for name, default, what in (
         ("--d-qk", 576, "width of the rows of bf16 caches"),
         ("--topk", 2048, "tokens that the indexer chooses for each query token"),
@@ -50,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument(
         "--model",
         choices=("v32", "v4", "v41"),
-        help="kind of the model (default: v4 where rows have 512 values, else v32)",
+        help="kind of the model (default: v41 for its own layouts, v4 where rows have 512 values, else v32)",
     )
     warm.add_argument(
         "--compress-ratio", type=int, nargs="+", help="kinds of V4 or V4.1 layers (default: all of the model)"
@@ -65,7 +68,8 @@ def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig]:
     for name in options.layout:
         require_choice("layout", name, names())
         layout = by_name(name, options.d_qk)
-        model: ModelKind | None = options.model or ("v4" if layout in QUANTIZED_OF_V4 else None)
+        of_layout: ModelKind | None = "v41" if layout in OF_V41 else "v4" if layout in QUANTIZED_OF_V4 else None
+        model: ModelKind | None = options.model or of_layout
         for ratio in options.compress_ratio or RATIOS[model] if model in ("v4", "v41") else [1]:
             compressed = model in ("v4", "v41") and ratio > RATIOS[model][0]
             block_size = options.block_size if options.block_size is not None else 256 if compressed else 64
@@ -73,6 +77,7 @@ def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig]:
                 options.heads, options.d_qk if model == "v32" else layout.d_qk, topk=options.topk, kpool=options.kpool,
                 block_size=block_size, cache_layout=name, max_num_seqs=options.max_num_seqs,
                 num_speculative_tokens=options.speculative_tokens, compress_ratio=ratio, model=model,
+                compressed_layout=options.compressed_layout,
             )  # fmt: skip
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from . import layouts
 from .checks.options import LARGEST_INT, require_bool, require_choice, require_integer
-from .typing import CacheLayout, ModelKind
+from .typing import CacheLayout, ModelKind, PagedLayout
 
 C4A, C128A = 4, 128  # compress ratios of V4: rows chosen by an indexer, and every complete row
 # Compress ratios of the layers of each kind of model, in V4's that of a sliding window alone first; and of those layers
@@ -31,9 +32,9 @@ class SparseMLAConfig:
         topk: KV tokens the indexer chooses for each query token; with `kpool` a multiple of it.
         block_size: tokens a block of the paged cache; with compression a multiple of `compress_ratio`, for a block
             holds whole rows.
-        cache_layout: "bf16", "v32_fp8", "v4_fp8", "v32_nvfp4" or "v4_nvfp4"; vLLM's "fp8_ds_mla" is the FP8 layout of
-            the model's kind, its "nvfp4_ds_mla" is "v32_nvfp4". Models of the V3.2 kind without RoPE keep rows of 512
-            in bf16, and in FP8 V3.2's rows with a RoPE part of zeros.
+        cache_layout: "bf16", "v32_fp8", "v4_fp8", "v32_nvfp4" or "v4_nvfp4", and of V4.1 "v41_fp8" or "v41_fp8_split";
+            vLLM's "fp8_ds_mla" is "v32_fp8" or, of V4 and V4.1, "v4_fp8", its "nvfp4_ds_mla" is "v32_nvfp4". Models of
+            the V3.2 kind without RoPE keep rows of 512 in bf16, and in FP8 V3.2's rows with a RoPE part of zeros.
         max_num_seqs: most requests in a batch.
         max_num_batched_tokens: most query tokens in a batch.
         max_model_len: longest sequence, in tokens.
@@ -53,6 +54,8 @@ class SparseMLAConfig:
             both directions, which widens the sliding window's lists by so many.
         kpool: tokens that a key of the indexer stands for, of V3.2 layers whose indexer chooses pools of tokens
             (GLM-5.3-Flash); a query token also attends the tokens of its sequence that make no whole pool.
+        compressed_layout: layout of the compressed caches of V4.1, "v41_fp4" or "v41_fp4_split" beside `cache_layout`
+            "v41_fp8", "v41_fp4_split" beside "v41_fp8_split"; None: as `cache_layout`.
 
     Raises:
         TypeError, ValueError: a field is of another type or out of its range, or no model has such layers; the message
@@ -77,6 +80,7 @@ class SparseMLAConfig:
     dense_when_short: bool = False
     max_image_tokens: int = 0
     kpool: int = 1
+    compressed_layout: PagedLayout | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -102,11 +106,18 @@ class SparseMLAConfig:
         object.__setattr__(self, "model", kind)
         if self.is_v4 and self.d_qk != 512:
             raise ValueError(f"d_qk of a {'V4' if kind == 'v4' else 'V4.1'} model must be 512, got {self.d_qk}")
-        if self.layout.scale_of_call or not self.layout.told:
+        of_v41 = self.layout in layouts.OF_V41
+        if self.layout.scale_of_call or not (self.layout.told or of_v41):
             why = "whose scale each call brings" if self.layout.scale_of_call else "which each call must name"
             raise ValueError(f"cache_layout: layers have no {self.cache_layout!r}, {why}")
-        if self.layout.quantized and self.layout.of_v4 != self.is_v4:
+        if (self.layout.quantized and self.layout.of_v4 != self.is_v4) or (of_v41 and kind != "v41"):
             raise ValueError(f"cache_layout: models of kind {kind!r} have no caches {self.cache_layout!r}")
+        if self.compressed_layout is not None:
+            if not self.is_v4:
+                raise ValueError(f"compressed_layout: models of kind {kind!r} have no compressed caches")
+            beside = (self.layout, *layouts.EXTRA_OF.get(self.layout, ()))
+            name = f"compressed_layout beside cache_layout {self.cache_layout!r}"
+            require_choice(name, self.compressed_layout, (self.cache_layout, *layouts.names(beside)))
         if self.is_v4 and self.dense_when_short:
             raise ValueError(f"dense_when_short: layers of models of kind {kind!r} have no lists of all tokens")
         ratio = self.compress_ratio
@@ -125,6 +136,12 @@ class SparseMLAConfig:
     def layout(self) -> layouts.Layout:
         """The cache layout as data."""
         return layouts.of_model(self.cache_layout, self.d_qk, self.is_v4)
+
+    @property
+    def layout_of_compressed(self) -> layouts.Layout:
+        """The layout of compressed caches as data."""
+        name = self.compressed_layout
+        return self.layout if name in (None, self.cache_layout) else layouts.by_name(cast(str, name), self.d_qk)
 
     @property
     def is_v4(self) -> bool:

@@ -258,6 +258,7 @@ DENSE_LAYOUTS = (*ATTENTION_LAYOUTS, FP16_576, FP16_512)  # of `dense_decode`
 INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_MXFP4)  # told apart by dtype and last axis
 QUANTIZED_OF_V32 = tuple(layout for layout in CACHE_LAYOUTS if layout.quantized and not layout.of_v4)
 QUANTIZED_OF_V4 = tuple(layout for layout in CACHE_LAYOUTS if layout.of_v4)
+OF_V41 = tuple(layout for layout in QUANTIZED_OF_V4 if not layout.told)  # that V4's models do not have
 
 # The same names for type checkers, which read no tuples.
 CacheLayout = Literal[

@@ -58,15 +58,17 @@ def test_numpy_integers_become_ints():
     [(576, None, "fp8_ds_mla", layouts.V32_FP8), (512, None, "fp8_ds_mla", layouts.V4_FP8),
      (512, "v4", "fp8_ds_mla", layouts.V4_FP8), (512, "v4", "bf16", layouts.BF16_512),
      (512, "v32", "fp8_ds_mla", layouts.V32_FP8), (512, "v32", "v32_fp8", layouts.V32_FP8),
-     (512, "v32", "bf16", layouts.BF16_512), (576, "v32", "auto", layouts.BF16_576)],
+     (512, "v32", "bf16", layouts.BF16_512), (576, "v32", "auto", layouts.BF16_576),
+     (512, "v41", "v41_fp8", layouts.V41_FP8), (512, "v41", "v41_fp8_split", layouts.V41_FP8_SPLIT),
+     (512, "v41", "fp8_ds_mla", layouts.V4_FP8)],
 )  # fmt: skip
 def test_kinds_of_models(d_qk, model, cache_layout, layout):
     """Rows of 512 are V4's, or those of the V3.2 kind without RoPE; vLLM calls the FP8 layout of either the same."""
     config = SparseMLAConfig(16, d_qk, cache_layout=cache_layout, model=model)
     assert config.layout is layout
-    assert config.is_v4 == (model == "v4" or (model is None and d_qk == 512))
-    assert config.model == ("v4" if config.is_v4 else "v32")
-    names = {"bf16": "bfloat16", "auto": "auto", "fp8_ds_mla": "fp8_ds_mla"}
+    assert config.model == (model or {576: "v32", 512: "v4"}[d_qk])
+    assert config.is_v4 == (config.model != "v32")
+    names = {"bf16": "bfloat16", "auto": "auto", "fp8_ds_mla": "fp8_ds_mla", "v41_fp8": "v41_fp8"}
     if cache_layout in names:
         shape = SparseMLABackend.get_kv_cache_shape(3, 64, 1, d_qk, names[cache_layout], model)
         assert shape == (3, 64, layout.last_axis)
@@ -89,11 +91,36 @@ def test_kinds_of_models(d_qk, model, cache_layout, layout):
      ({"compress_ratio": 128, "block_size": 128}, "compress_ratio of models of kind 'v32' must be 1, got 128"),
      ({"compress_ratio": 4, "d_qk": 512, "model": "v32"}, "compress_ratio of models of kind 'v32' must be 1, got 4"),
      ({"compress_ratio": 4, "d_qk": 512, "block_size": 6}, "block_size: expected a multiple of compress_ratio 4, got"),
-     ({"compress_ratio": 128, "d_qk": 512}, "block_size: expected a multiple of compress_ratio 128, got 64")],
+     ({"compress_ratio": 128, "d_qk": 512}, "block_size: expected a multiple of compress_ratio 128, got 64"),
+     ({"d_qk": 512, "cache_layout": "v41_fp8"}, "cache_layout: models of kind 'v4' have no caches 'v41_fp8'"),
+     ({"d_qk": 512, "model": "v32", "cache_layout": "v41_fp8_split"}, "cache_layout: models of kind 'v32' have no c"),
+     ({"d_qk": 512, "model": "v41", "cache_layout": "v41_fp4"}, "cache_layout must be one of .* got 'v41_fp4'"),
+     ({"compressed_layout": "v41_fp4"}, "compressed_layout: models of kind 'v32' have no compressed caches"),
+     ({"d_qk": 512, "cache_layout": "v4_fp8", "compressed_layout": "v41_fp4"},
+      "compressed_layout beside cache_layout 'v4_fp8' must be one of .* got 'v41_fp4'"),
+     ({"d_qk": 512, "model": "v41", "cache_layout": "v41_fp8_split", "compressed_layout": "v41_fp4"},
+      "compressed_layout beside cache_layout 'v41_fp8_split' must be one of .* got 'v41_fp4'")],
 )  # fmt: skip
 def test_kinds_that_do_not_fit(change, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         SparseMLAConfig(16, **change)
+
+
+@pytest.mark.parametrize(
+    ("cache_layout", "compressed_layout", "layout"),
+    [("v41_fp8", None, layouts.V41_FP8), ("v41_fp8", "v41_fp8", layouts.V41_FP8),
+     ("v41_fp8", "v41_fp4", layouts.V41_FP4), ("v41_fp8_split", "v41_fp4_split", layouts.V41_FP4_SPLIT),
+     ("fp8_ds_mla", "fp8_ds_mla", layouts.V4_FP8), ("fp8_ds_mla", "v4_fp8", layouts.V4_FP8),
+     ("bf16", "bf16", layouts.BF16_512)],
+)  # fmt: skip
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+def test_compressed_caches_may_have_a_layout_of_their_own(cache_layout, compressed_layout, layout, ratio):
+    """One for all layers of a model, those of the window alone included, which have no such cache."""
+    config = SparseMLAConfig(
+        16, 512, model="v41", compress_ratio=ratio, cache_layout=cache_layout, compressed_layout=compressed_layout
+    )
+    assert config.layout_of_compressed is layout
+    assert config.layout is layouts.of_model(cache_layout, 512, True)
 
 
 @pytest.mark.parametrize(

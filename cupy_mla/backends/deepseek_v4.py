@@ -17,7 +17,7 @@ from ..metadata.swa import SparseSWAMetadata
 from ..ops.attention import decode_of_step, sparse_prefill
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
-from ..typing import A, AnyArray
+from ..typing import A, AnyArray, PagedLayout
 from .index_groups import PhysicalTopk, decode_slots
 from .steps import Step
 from .workspace import Workspace
@@ -30,10 +30,12 @@ class DeepseekV4Layer:
     """One layer's state in a step. Its caches already hold the rows of the step's tokens.
 
     Attributes:
-        swa_k_cache: [num_blocks, block_size, (1,) 584] uint8 or float8_e4m3fn, layout V4_FP8: one row a token.
+        swa_k_cache: [num_blocks, block_size, (1,) 584] uint8 or float8_e4m3fn, layout V4_FP8: one row a token. In the
+            config's other layouts rows have other sizes: 528 bytes in V41_FP8 and V41_FP8_SPLIT, 384 in V4_NVFP4.
         attn_sink: [h] float32, natural-log units.
-        k_cache: the same of one row for every compress_ratio tokens; None for layers of the sliding window alone. In
-            V4.1 several layers read the compressed cache of one: each is given that cache.
+        k_cache: the same of one row for every compress_ratio tokens, in the config's `compressed_layout` (288 bytes in
+            V41_FP4 and V41_FP4_SPLIT); None for layers of the sliding window alone. In V4.1 several layers read the
+            compressed cache of one: each is given that cache.
         topk_indices: [T, topk] int32 compressed positions that the indexer chose in each token's request, the complete
             ones first, -1 after them; of C4A (V4), C1A and C2A (V4.1). In V4.1 they may be another layer's: what
             `IndexGroups.get` returns is not converted again.
@@ -72,17 +74,18 @@ class DeepseekV4Impl:
         workspace: scratch memory, shared with other layers; a warm-up call reserves what the largest batch needs.
 
     Raises:
-        ValueError: the config is not one of V4 or V4.1 layers with caches in layout V4_FP8.
+        ValueError: the config is not one of V4 or V4.1 layers with FP8 or FP4 caches.
     """
 
     def __init__(self, config: SparseMLAConfig, scale: float, workspace: Workspace) -> None:
         require_instance("config", config, SparseMLAConfig)
         require_instance("workspace", workspace, Workspace)
         if config.layout not in QUANTIZED_OF_V4:
-            raise ValueError(f"config: expected V4 layers with cache_layout 'v4_fp8', got {config.cache_layout!r}")
+            raise ValueError(f"config: expected V4 layers with FP8 or FP4 rows, got layout {config.cache_layout!r}")
         self.config = config
         self.scale: float = require_scale("scale", scale)
         self.workspace = workspace
+        self._layout, self._compressed_layout = config.layout, config.layout_of_compressed
         # Of the last step: all layers of a kind are handed the same.
         self._checked: tuple[SparseSWAMetadata | None, SparseMLAMetadata | None] = (None, None)
         self._topk = compressed_list_width(config)
@@ -160,6 +163,7 @@ class DeepseekV4Impl:
         """q and out [Td, 1, h, 512]."""
         extra_indices: Any = None
         extra_lens: Any = None
+        extra_layout = None if metadata is None else self._compressed_layout.name
         chosen: Any = layer.topk_indices
         if metadata is not None and not self.config.has_topk:
             extra_indices, extra_lens = metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens
@@ -174,7 +178,8 @@ class DeepseekV4Impl:
         decode_of_step(
             q, layer.swa_k_cache, swa.decode_swa_indices, self.scale, schedule.num_splits, schedule.plan,
             attn_sink=layer.attn_sink, topk_length=swa.decode_swa_lens, extra_k_cache=layer.k_cache,
-            extra_indices=extra_indices, extra_topk_length=extra_lens, out=out,
+            extra_indices=extra_indices, extra_topk_length=extra_lens, out=out, layout=self._layout.name,
+            extra_layout=extra_layout,
         )  # fmt: skip
 
     def _prefill(
@@ -200,7 +205,8 @@ class DeepseekV4Impl:
         if metadata is not None:
             compressed_rows, lens = cast(AnyArray, layer.k_cache), cast(AnyArray, metadata.compressed_seq_lens)
             dequantize_and_gather_k_cache(
-                rows, compressed_rows, lens[requests], None, metadata.block_table[requests], config.rows_per_block, 0
+                rows, compressed_rows, lens[requests], None, metadata.block_table[requests], config.rows_per_block, 0,
+                layout=cast(PagedLayout, self._compressed_layout.name),
             )  # fmt: skip
             if not config.has_topk:
                 start = tokens.start - swa.num_decode_tokens
@@ -211,7 +217,7 @@ class DeepseekV4Impl:
                 chosen = (lists.logical_topk_indices if shared else lists)[tokens]
         dequantize_and_gather_k_cache(
             rows, layer.swa_k_cache, swa.prefill_seq_lens[prefills], swa.prefill_gather_lens[prefills],
-            swa.block_table[requests], swa.block_size, compressed,
+            swa.block_table[requests], swa.block_size, compressed, layout=cast(PagedLayout, self._layout.name),
         )  # fmt: skip
         images: dict[str, Any] = {}
         if swa.left_visible is not None and swa.right_visible is not None:
@@ -264,10 +270,10 @@ class DeepseekV4Impl:
         _require_given("layer.attn_sink", layer.attn_sink, True, ratio)
         _require_given("layer.k_cache", layer.k_cache, compressed, ratio)
         _require_given("layer.topk_indices", layer.topk_indices, config.has_topk, ratio)
-        _require_cache(place, config.layout, "layer.swa_k_cache", layer.swa_k_cache, swa.block_size)
+        _require_cache(place, self._layout, "layer.swa_k_cache", layer.swa_k_cache, swa.block_size)
         if metadata is None:
             return
-        _require_cache(place, config.layout, "layer.k_cache", layer.k_cache, config.rows_per_block)
+        _require_cache(place, self._compressed_layout, "layer.k_cache", layer.k_cache, config.rows_per_block)
         chosen = layer.topk_indices
         if isinstance(chosen, PhysicalTopk):
             chosen = chosen.of(metadata).logical_topk_indices

@@ -278,16 +278,27 @@ def planned_decode(
 
 @operation
 def decode_of_step(
-    q: A, k_cache: AnyArray, indices: AnyArray, sm_scale: float, num_splits: int | None, plan: Plan, **others: Any
+    q: A,
+    k_cache: AnyArray,
+    indices: AnyArray,
+    sm_scale: float,
+    num_splits: int | None,
+    plan: Plan,
+    *,
+    layout: str | None = None,
+    extra_layout: str | None = None,
+    **others: Any,
 ) -> tuple[A, A]:
     """`sparse_decode` of the layers of one kind in a step, for V4's backend: calls with one plan divide their lists
     alike, for these end at the same places in all layers.
 
     Args:
+        layout, extra_layout: as of `sparse_decode`.
         others: arrays under the names that `Given` has for them.
     """
     scale = require_scale("sm_scale", sm_scale)
-    return decode(Given(q, k_cache, indices, **others), scale, num_splits, plan=plan)
+    door = Door(layout=layout, extra_layout=extra_layout)
+    return decode(Given(q, k_cache, indices, **others), scale, num_splits, plan=plan, door=door)
 
 
 class Given(NamedTuple):

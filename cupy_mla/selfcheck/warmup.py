@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.cache import empty_cache
 from ..ops.dense import dense_decode
 from ..ops.swa import combined_width, window_width
+from ..typing import DenseLayout, PagedLayout
 
 SM_SCALE = 1.0  # no kernel depends on it
 MOST_QUERIES = 2048  # no choice of a kernel depends on how many more there are
@@ -59,16 +60,16 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
     require_instance("config", config, SparseMLAConfig)
     device = require_integer("device", device, 0)
     cupy = require_cupy("warmup")
-    pool = cupy.cuda.MemoryPool()  # ends with this call, and its memory goes back to the driver
-    with cupy.cuda.Device(device), cupy.cuda.using_allocator(pool.malloc):
-        for case in cases(np.random.default_rng(0), Wanted((config.layout,))):
+    memory = cupy.cuda.MemoryPool()  # ends with this call, and goes back to the driver
+    with cupy.cuda.Device(device), cupy.cuda.using_allocator(memory.malloc):
+        for case in cases(np.random.default_rng(0), Wanted((config.layout, config.layout_of_compressed))):
             if case.operation.function not in (sparse_decode, sparse_prefill, dense_decode):
                 case.run(cupy.asarray)
         _attention(cupy, config)
         _dense(cupy, config)
-        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
             wanted = [*indexer_kernels(driver.gpu(device), config), *dense_kernels(driver.gpu(device), config.layout)]
-            list(pool.map(lambda kernel: kernel.load(device), wanted))
+            list(threads.map(lambda kernel: kernel.load(device), wanted))
         cupy.cuda.Device(device).synchronize()
     return [kernel for kernel in all_kernels() if kernel.loaded(device)]
 
@@ -101,7 +102,8 @@ def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
 
 
 def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
-    layout, heads, d_qk = config.layout, config.num_heads, config.layout.d_qk
+    layout, of_compressed = config.layout, config.layout_of_compressed
+    heads, d_qk = config.num_heads, layout.d_qk
     place = Place.of(cupy.zeros(0, np.float32))
     cache = empty_cache(layout, 1, config.block_size, place)
     sink = cupy.zeros(heads, np.float32) if config.is_v4 else None
@@ -114,13 +116,13 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
             _nothing(cupy, b, 1, windows if config.is_v4 else config.topk_width),
         )
         for length in _lengths(cupy, config, b):
-            more: dict[str, Any] = {"attn_sink": sink, "topk_length": length}
+            more: dict[str, Any] = {"attn_sink": sink, "topk_length": length, "layout": layout.name}
             sparse_decode(q, cache, indices, SM_SCALE, **more)
             if config.has_compressed_rows:
                 sparse_decode(
                     q, cache, indices, SM_SCALE, **more, extra_topk_length=length,
-                    extra_k_cache=empty_cache(layout, 1, config.rows_per_block, place),
-                    extra_indices=_nothing(cupy, b, 1, compressed),
+                    extra_k_cache=empty_cache(of_compressed, 1, config.rows_per_block, place),
+                    extra_indices=_nothing(cupy, b, 1, compressed), extra_layout=cast(PagedLayout, of_compressed.name),
                 )  # fmt: skip
     width = combined_width(compressed, config.window, config.max_image_tokens) if config.is_v4 else config.topk_width
     for tokens in query_tokens(config.max_num_batched_tokens):
@@ -146,7 +148,8 @@ def _dense(cupy: ModuleType, config: SparseMLAConfig) -> None:
     table = cupy.zeros(width, np.int32)
     for b in query_tokens(config.max_num_seqs):
         q = _zeros(cupy, b, n, config.num_heads, layout.d_qk)
-        dense_decode(q, cache, cupy.broadcast_to(table, (b, width)), cupy.zeros(b, np.int32), SM_SCALE)
+        tables, lens = cupy.broadcast_to(table, (b, width)), cupy.zeros(b, np.int32)
+        dense_decode(q, cache, tables, lens, SM_SCALE, layout=cast(DenseLayout, layout.name))
 
 
 def query_tokens(most: int) -> list[int]:

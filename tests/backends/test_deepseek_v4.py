@@ -30,8 +30,13 @@ MAX_MODEL_LEN, TOPK, SCALE = 397, 20, 0.05
 KINDS = (1, 4, 128)
 
 
-def exact_rows(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """n latent rows that layout V4_FP8 holds exactly: their values, float64 [n, 512], and data and scale bytes."""
+def exact_rows(
+    rng: np.random.Generator, n: int, fmt: oracle.Format = oracle.V4
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """n latent rows that a format holds exactly: their values, float64 [n, 512], and their bytes, of data and, where
+    they stand apart, of scales."""
+    if fmt is not oracle.V4:
+        return rows_of_v41(rng, n, fmt)
     exponents = rng.integers(-5, -2, (n, 7))
     codes = rng.standard_normal((n, 448)).astype(ml_dtypes.float8_e4m3fn)
     rope = (0.1 * normal(rng, n, 64).astype(np.float32)).astype(BF16)
@@ -44,15 +49,33 @@ def exact_rows(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray
     )
 
 
-class Cache:
-    """A paged V4_FP8 cache for requests of up to `rows` rows, each in blocks of its own; poison elsewhere."""
+def rows_of_v41(rng: np.random.Generator, n: int, fmt: oracle.Format) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`exact_rows` of V4.1's formats: e4m3 codes under powers of two, or e2m1 codes under e4m3 scales."""
+    if fmt in oracle.V41_FP4S:
+        codes, scales = rng.integers(0, 16, (n, 512)), rng.integers(8, 25, (n, 32))
+        values, factors, data = oracle.E2M1[codes], oracle.E4M3[scales], codes[:, ::2] | codes[:, 1::2] << 4
+    else:
+        e4m3, scales = rng.standard_normal((n, 512)).astype(ml_dtypes.float8_e4m3fn), rng.integers(122, 125, (n, 16))
+        values, factors, data = e4m3.astype(np.float64), 2.0 ** (scales - 127), e4m3.view(np.uint8)
+    values, data, scales = values * np.repeat(factors, fmt.tile, axis=1), data.astype(np.uint8), scales.astype(np.uint8)
+    if fmt in (oracle.V41, oracle.V41_FP4):
+        return values, np.concatenate([data, scales], axis=1), scales[:, :0]
+    return values, data, scales
 
-    def __init__(self, rng: np.random.Generator, requests: int, rows: int, block_size: int, gap: int) -> None:
+
+class Cache:
+    """A paged cache for requests of up to `rows` rows, each in blocks of its own; poison elsewhere."""
+
+    def __init__(
+        self, rng: np.random.Generator, requests: int, rows: int, block_size: int, gap: int,
+        fmt: oracle.Format = oracle.V4,
+    ) -> None:  # fmt: skip
         width = -(-rows // block_size)
         num_blocks = requests * width + 1
         self.rng = rng
         self.block_size = block_size
-        self.array = empty_cache(oracle.V4, num_blocks, block_size, gap)
+        self.fmt = fmt
+        self.array = empty_cache(fmt, num_blocks, block_size, gap)
         self.table = rng.permutation(num_blocks)[: requests * width].reshape(requests, width)
 
     def slots(self, request: int, positions: np.ndarray) -> np.ndarray:
@@ -60,14 +83,15 @@ class Cache:
 
     def put(self, request: int, positions: np.ndarray) -> np.ndarray:
         """Fill the slots of a request's positions with new rows; returns the rows."""
-        rows, data, scales = exact_rows(self.rng, len(positions))
+        rows, data, scales = exact_rows(self.rng, len(positions), self.fmt)
+        (_, of_data), (_, of_scales) = data.shape, scales.shape
         raw = self.array.base
         while raw.base is not None:
             raw = raw.base
         for i, (block, t) in enumerate(np.transpose(np.divmod(self.slots(request, positions), self.block_size))):
-            raw[block, 576 * t : 576 * t + 576] = data[i]
-            start = 576 * self.block_size + 8 * t
-            raw[block, start : start + 8] = scales[i]
+            raw[block, of_data * t : of_data * (t + 1)] = data[i]
+            start = of_data * self.block_size + of_scales * t
+            raw[block, start : start + of_scales] = scales[i]
         return rows
 
 
@@ -336,7 +360,7 @@ def test_errors(rng) -> None:
             engine.impls[4].forward(**{**good, **change})
     with pytest.raises(ValueError, match=r"layer\.k_cache: expected None for layers of compress ratio 1"):
         engine.impls[1].forward(**{**good, "metadata": None})
-    with pytest.raises(ValueError, match=r"config: expected V4 layers with cache_layout 'v4_fp8', got 'bf16'"):
+    with pytest.raises(ValueError, match=r"config: expected V4 layers with FP8 or FP4 rows, got layout 'bf16'"):
         DeepseekV4Impl(SparseMLAConfig(3, d_qk=512), SCALE, engine.workspace)
     torch = pytest.importorskip("torch")
     q = torch.zeros((6, 3, 512), dtype=torch.bfloat16)

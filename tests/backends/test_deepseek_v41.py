@@ -45,12 +45,16 @@ class Model:
     swa_block: int = 4
     block: int = 8  # tokens
     images: int = 0
+    main: oracle.Format = oracle.V4  # rows of windows
+    extra: oracle.Format = oracle.V4  # compressed ones
+    gap: int = 0  # between blocks of caches
 
     def config(self, ratio: int) -> SparseMLAConfig:
         return SparseMLAConfig(
-            self.heads, d_qk=512, cache_layout="v4_fp8", topk=TOPK, block_size=self.block if ratio else self.swa_block,
+            self.heads, d_qk=512, topk=TOPK, block_size=self.block if ratio else self.swa_block,
             max_num_seqs=16, max_num_batched_tokens=TOKENS, max_model_len=MAX_MODEL_LEN, window=self.window,
             num_speculative_tokens=self.speculative, compress_ratio=ratio, model="v41", max_image_tokens=self.images,
+            cache_layout=self.main.name, compressed_layout=None if self.extra is self.main else self.extra.name,
         )  # fmt: skip
 
 
@@ -83,11 +87,12 @@ def make_step(
     left = np.minimum(rng.integers(0, length), batch.positions)
     visible = np.stack([left, length - 1 - left])
 
-    def cache(rows: int, block: int) -> Cache:
-        return Cache(rng, requests, rows, block, 0)
+    def cache(rows: int, block: int, fmt: oracle.Format) -> Cache:
+        return Cache(rng, requests, rows, block, model.gap, fmt)
 
-    swa = [cache(MAX_MODEL_LEN, model.swa_block) for _ in RATIOS]
-    compressed = {s: cache(-(-MAX_MODEL_LEN // model.block) * model.block // RATIOS[s], model.block // RATIOS[s])
+    whole = -(-MAX_MODEL_LEN // model.block) * model.block  # tokens
+    swa = [cache(MAX_MODEL_LEN, model.swa_block, model.main) for _ in RATIOS]
+    compressed = {s: cache(whole // RATIOS[s], model.block // RATIOS[s], model.extra)
                   for s in set(KV_SOURCE) - {None}}  # fmt: skip
     for one in swa[1:]:
         one.table = swa[0].table
@@ -215,6 +220,22 @@ def test_batches(kind, rng, model: Model, query_lens: list[int]) -> None:
         np.testing.assert_array_equal(one.view(np.uint16), other.view(np.uint16))
 
 
+OWN = (
+    (oracle.V41, oracle.V41), (oracle.V41_SPLIT, oracle.V41_SPLIT), (oracle.V41, oracle.V41_FP4),
+    (oracle.V41, oracle.V41_FP4_SPLIT), (oracle.V41_SPLIT, oracle.V41_FP4_SPLIT),
+)  # fmt: skip
+
+
+@pytest.mark.long(sample=6)
+@pytest.mark.parametrize(("main", "extra"), OWN, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("query_lens", [[1] * 5, [9], [1, 1, 6, 4, 20]], ids=str)
+def test_rows_of_v41s_own_formats(kind, rng, query_lens: list[int], main, extra) -> None:
+    """528 bytes, and 288 of compressed ones; in pages of several layers, whose blocks have gaps."""
+    model = Model(heads=8, main=main, extra=extra, gap=int(rng.integers(3)))
+    step = make_step(rng, model, query_lens)
+    check(Engine(kind, model).run(step, shared=True), step)
+
+
 def test_sequences_at_the_edges(kind, rng) -> None:
     """First tokens, whose pair is not complete, and both sides of pairs, windows and blocks."""
     model = Model(window=4)
@@ -297,17 +318,33 @@ def test_errors(rng) -> None:
         engine.impls[1].forward(**{**good, "swa_metadata": longer}, layer=c1a, metadata=metadata[1])
 
 
+def test_caches_of_other_rows_are_refused(rng) -> None:
+    """By their rows' size; an array does not tell V41_FP8 and V41_FP8_SPLIT apart."""
+    model = Model(main=oracle.V41, extra=oracle.V41_FP4)
+    engine, step = Engine(NumPy(), model), make_step(rng, model, [1, 5])
+    swa, metadata = engine.build(step)
+    caches, compressed, chosen = engine.arrays(step)
+    good = DeepseekV4Layer(caches[4], step.sink, compressed[4], chosen[4])
+    for name, others, rows in (("k_cache", (9, 8, 528), "8, 288"), ("swa_k_cache", (9, 4, 584), "4, 528")):
+        layer = replace(good, **{name: np.zeros(others, np.uint8)})
+        with pytest.raises(ValueError, match=rf"^layer\.{name}: expected shape \[num_blocks, {rows}\], got"):
+            engine.impls[1].forward(step.q, layer, swa, metadata[1], np.zeros_like(step.q))
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("main", "extra"), [(oracle.V4, oracle.V4), (oracle.V41, oracle.V41_FP4)], ids=lambda fmt: fmt.name
+)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens"), [([2, 1, 2, 2, 1, 2], None), ([2, 1, 2, 5, 3], [20, 9, 190, 131, 3])],
     ids=["decode", "prefill"],
 )  # fmt: skip
-def test_a_captured_step_gives_the_same_bits(kind, rng, query_lens, seq_lens, shared: bool) -> None:
+def test_a_captured_step_gives_the_same_bits(kind, rng, query_lens, seq_lens, shared: bool, main, extra) -> None:
     """All layers captured once, replayed with other batches of the same shapes, against eager runs."""
     if not kind.on_gpu:
         pytest.skip("CUDA graphs")
-    model = Model(heads=16, window=128, swa_block=32, block=64, speculative=1)
+    model = Model(heads=16, window=128, swa_block=32, block=64, speculative=1, main=main, extra=extra)
     engine = Engine(kind, model)
     steps = [make_step(rng, model, query_lens, seq_lens) for _ in range(3)]
     swa, metadata = engine.build(steps[0])

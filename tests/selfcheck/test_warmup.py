@@ -69,6 +69,9 @@ def test_the_command_line_names_other_kinds_of_models():
     more = ["--layout", "bf16", "v32_fp8", "--d-qk", "512", "--model", "v32", "--kpool", "4"]
     flash = list(__main__.configs(parse(["warmup", "--heads", "64", *more])))
     assert [(config.model, config.d_qk, config.topk_width) for config in flash] == [("v32", 512, 2051)] * 2
+    own = ["--layout", "v41_fp8", "--compressed-layout", "v41_fp4"]
+    for config in __main__.configs(parse(["warmup", "--heads", "64", *own])):
+        assert (config.model, config.cache_layout, config.compressed_layout) == ("v41", "v41_fp8", "v41_fp4")
     wrong = parse(["warmup", "--heads", "64", "--layout", "v4_fp8", "--model", "v41", "--compress-ratio", "4"])
     with pytest.raises(ValueError, match="compress_ratio of models of kind 'v41' must be 0, 1 or 2, got 4"):
         list(__main__.configs(wrong))
@@ -93,6 +96,9 @@ def stand_in(monkeypatch) -> None:
         ("v4_fp8", 512, {"compress_ratio": 128, "block_size": 256}),
         ("v4_fp8", 512, {"model": "v41", "compress_ratio": 0, "max_image_tokens": 9}),
         ("v4_fp8", 512, {"model": "v41", "compress_ratio": 2}),
+        ("v41_fp8_split", 512, {"model": "v41", "compress_ratio": 0}),
+        ("v41_fp8", 512, {"model": "v41", "compress_ratio": 1}),
+        ("v41_fp8", 512, {"model": "v41", "compress_ratio": 2, "compressed_layout": "v41_fp4"}),
         ("bf16", 512, {"model": "v32", "topk": 4, "kpool": 4}),
     ],
 )
@@ -136,6 +142,13 @@ CONFIGS = {
         "cache_layout": "v4_fp8", "d_qk": 512, "model": "v41", "topk": 512, "compress_ratio": 2, "block_size": 128,
         "max_image_tokens": 400,
     },
+    "C1A of 528 bytes": {
+        "cache_layout": "v41_fp8_split", "d_qk": 512, "model": "v41", "topk": 512, "compress_ratio": 1,
+    },
+    "C2A of 528 and 288 bytes": {
+        "cache_layout": "v41_fp8", "compressed_layout": "v41_fp4", "d_qk": 512, "model": "v41", "topk": 512,
+        "compress_ratio": 2, "block_size": 128,
+    },
     "pools": {"cache_layout": "bf16", "d_qk": 512, "model": "v32", "kpool": 4},
 }  # fmt: skip
 
@@ -153,6 +166,7 @@ def test_no_step_needs_another_kernel(gpu, monkeypatch, rng, name, heads):
     for tokens in {1, 67, 133, 199, most, *rng.integers(1, most + 1, 40).tolist()}:
         layer.decode(tokens)
         layer.prefill(tokens)
+        layer.rows(tokens)
         layer.dense(int(rng.integers(1, 257)), int(rng.integers(1, 3000)))
         layer.choose(tokens, int(rng.integers(layer.config.topk + 1, 100_000)))
     layer.prefill(int(rng.integers(most, 2049)))
@@ -205,13 +219,15 @@ class Layer:
     def _decode(self, tokens, more):
         config = self.config
         if config.has_compressed_rows:
-            more["extra_k_cache"] = self._cache(config.layout, config.rows_per_block)
+            more["extra_k_cache"] = self._cache(config.layout_of_compressed, config.rows_per_block)
+            more["extra_layout"] = config.layout_of_compressed.name
             more["extra_indices"] = self._zeros(np.int32, tokens, 1, self._chosen)
             more["extra_topk_length"] = more["topk_length"]
         q = self._zeros(BF16, tokens, 1, config.num_heads, config.layout.d_qk)
         width = config.window + config.max_image_tokens if config.is_v4 else config.topk_width
         indices = self._zeros(np.int32, tokens, 1, width)
-        cupy_mla.sparse_decode(q, self._cache(config.layout, config.block_size), indices, 0.1, **more)
+        cache = self._cache(config.layout, config.block_size)
+        cupy_mla.sparse_decode(q, cache, indices, 0.1, layout=config.layout.name, **more)
 
     def prefill(self, tokens):
         config = self.config
@@ -222,12 +238,29 @@ class Layer:
         for more in self._more(tokens):
             cupy_mla.sparse_prefill(q, rows, self._zeros(np.int32, tokens, 1, width), 0.1, **more)
 
+    def rows(self, tokens):
+        """Of V4's caches, packed and gathered."""
+        config = self.config
+        if not config.is_v4:
+            return
+        k, slots = self._zeros(BF16, tokens, 512), self._put(np.zeros(tokens, np.int64))
+        out, lens = self._put(np.zeros((1, 9, 512), BF16)), self._put(np.zeros(1, np.int32))
+        table = self._put(np.zeros((1, 4), np.int32))
+        for layout in {config.layout, config.layout_of_compressed}:
+            cache = self._cache(layout, config.rows_per_block)
+            cupy_mla.quantize_and_insert_k_cache(k, cache, slots, layout=layout.name)
+            for gather_lens in (None, lens):
+                cupy_mla.dequantize_and_gather_k_cache(
+                    out, cache, lens, gather_lens, table, config.rows_per_block, 0, layout=layout.name
+                )
+
     def dense(self, requests, width):
         """Over all rows of so many requests, which have at most so many blocks."""
         config = self.config
         q = self._zeros(BF16, requests, 1 + config.num_speculative_tokens, config.num_heads, config.d_qk)
         table, lens = (self._put(np.zeros(shape, np.int32)) for shape in ((requests, width), requests))
-        cupy_mla.dense_decode(q, self._cache(config.layout, config.block_size), table, lens, 0.1)
+        cache = self._cache(config.layout, config.block_size)
+        cupy_mla.dense_decode(q, cache, table, lens, 0.1, layout=config.layout.name)
 
     def choose(self, tokens, keys):
         """Of so many keys, in decode and in prefill; for layers without an indexer nothing."""
