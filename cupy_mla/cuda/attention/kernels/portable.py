@@ -46,7 +46,7 @@ SHAPES = {
     ("e4m3", 576, SMALL): Shape(16, 6), ("e4m3", 576, LARGE): Shape(32, 7),
     ("e4m3", 512, SMALL): Shape(16, 3), ("e4m3", 512, LARGE): Shape(32, 6),
     ("call", 576, SMALL): Shape(16, 6), ("call", 576, LARGE): Shape(32, 7),
-    ("call", 512, SMALL): Shape(16, 3), ("call", 512, LARGE): Shape(32, 6),
+    ("call", 512, SMALL): Shape(16, 4), ("call", 512, LARGE): Shape(32, 6),
 }  # fmt: skip
 FITS = Shape(16, 4)
 
@@ -80,9 +80,7 @@ def kernel(layout: Layout, heads: int, limit: int, dense: bool = False, extra: L
             "EXTRA_SCALE_STRIDE": extra.scale_stride,
         }  # fmt: skip
     archs = PORTABLE if limit == SMALL else ("80", "90", "100")
-    spills = 8 if layout.scale_of_call and limit == SMALL else 0  # of 64 heads over rows of 512 on sm_120, no others
-    params = structs.DENSE if dense else structs.ATTENTION
-    return Kernel("attention/portable.cu", params, defines, archs=archs, spill_bytes=spills)
+    return Kernel("attention/portable.cu", structs.DENSE if dense else structs.ATTENTION, defines, archs=archs)
 
 
 def kernels() -> Iterator[Kernel]:
