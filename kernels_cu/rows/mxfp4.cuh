@@ -60,7 +60,9 @@ __device__ __forceinline__ uint32_t largest_scale(uint32_t scales) {
 }
 
 // What 128 values as e4m3 are to be multiplied by; NaN if a group's scale is.
-__device__ __forceinline__ float factor_of_scales(uint32_t largest) { return ue8m0_to_float(largest) * 0x1p-6f; }
+__device__ __forceinline__ float factor_of_scales(uint32_t largest) {
+    return largest < 7 ? 0.0f : ue8m0_to_float(largest) * 0x1p-6f;  // 7: of the least normal float32
+}
 
 // The eight magnitudes of e2m1 as e4m3 bytes, in the order of their codes.
 struct Magnitudes {
