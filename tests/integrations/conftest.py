@@ -1,4 +1,4 @@
-"""A vLLM of stand-ins, for the tests of the plug-in."""
+"""Kinds of torch's tensors, and a vLLM of stand-ins, for the tests of the plug-in."""
 
 from __future__ import annotations
 
@@ -10,8 +10,23 @@ from types import SimpleNamespace
 import pytest
 
 from cupy_mla.integrations import vllm as plugin
+from tests import kinds
 from tests.integrations import stub_vllm
 from tests.integrations.stub_vllm import loaded
+
+
+@pytest.fixture(params=["torch", pytest.param("torch_cuda", marks=pytest.mark.gpu)])
+def kind(request: pytest.FixtureRequest) -> kinds.NumPy:
+    return kinds.make(request.param)
+
+
+@pytest.fixture
+def nothing_is_compiled() -> Iterator[None]:
+    """By torch.compile, before a test and after it."""
+    dynamo = pytest.importorskip("torch")._dynamo
+    dynamo.reset()
+    yield
+    dynamo.reset()
 
 
 @pytest.fixture(scope="session")

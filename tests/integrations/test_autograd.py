@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import cupy_mla
-from tests import kinds
 from tests.backward import inputs
 from tests.cases import sinks
 from tests.kinds import NumPy
@@ -17,17 +16,7 @@ from tests.kinds import NumPy
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
-
-@pytest.fixture(params=["torch", pytest.param("torch_cuda", marks=pytest.mark.gpu)])
-def kind(request) -> NumPy:
-    return kinds.make(request.param)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 def arguments(kind: NumPy, rng: np.random.Generator, s_q: int = 5, h_q: int = 12, d_qk: int = 576) -> dict[str, Any]:

@@ -31,11 +31,6 @@ LEARNED = ("q", "k", "weights")
 Mask = enum.Enum("Mask", ["padding", "causal"])
 
 
-@pytest.fixture(params=["torch", pytest.param("torch_cuda", marks=pytest.mark.gpu)])
-def kind(request) -> Torch:
-    return kinds.make(request.param)
-
-
 class Layer:
     """Inputs of a layer's attention and indexer, as NumPy arrays and as tensors; two packed sequences, causal."""
 

@@ -25,18 +25,7 @@ OTHER_NAMES = ("flash_mla_sparse_fwd", "flash_mla_with_kvcache")  # of operation
 
 every_operation = pytest.mark.parametrize("name", OPERATIONS)
 ways = pytest.mark.parametrize("given", [False, True], ids=["allocates", "writes"])
-
-
-@pytest.fixture(params=["torch", pytest.param("torch_cuda", marks=pytest.mark.gpu)])
-def kind(request) -> NumPy:
-    return kinds.make(request.param)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 def call_of(name: str, rng: np.random.Generator, given: bool) -> Call:

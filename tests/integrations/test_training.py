@@ -22,18 +22,7 @@ checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 training = pytest.importorskip("cupy_mla.integrations.training")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-@pytest.fixture(params=["torch", pytest.param("torch_cuda", marks=pytest.mark.gpu)])
-def kind(request) -> NumPy:
-    return kinds.make(request.param)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 def arguments(kind: NumPy, a: Loss) -> dict[str, Any]:
