@@ -122,12 +122,19 @@ def dense_lse(gpu: Gpu, a: Target) -> Program:
 def _head_scores(a: Target, width: int) -> Packed:
     """Of the products of heads and rows; lists or ranges have so many entries."""
     return HEAD_SCORES(
-        q=a.q.ptr, kv=a.kv.ptr, indices=pointer(a.indices), starts=pointer(a.starts),
-        ends=pointer(a.ends if a.indices is None else a.length), q_token=a.q.strides[0], q_head=a.q.strides[1],
-        kv_row=a.kv.strides[0], index_stride=0 if a.indices is None else a.indices.strides[0], h_q=a.q.shape[1],
-        topk=width, s_kv=a.kv.shape[0], scale_log2=a.sm_scale * math.log2(math.e),
+        **_entries(a, width), q=a.q.ptr, kv=a.kv.ptr, q_token=a.q.strides[0], q_head=a.q.strides[1],
+        kv_row=a.kv.strides[0], h_q=a.q.shape[1], s_kv=a.kv.shape[0], scale_log2=a.sm_scale * math.log2(math.e),
         aligned=int(a.q.aligned(16) and a.kv.aligned(16)),
     )  # fmt: skip
+
+
+def _entries(a: Target | IndexerLoss, width: int) -> dict[str, object]:
+    """Where each token's entries stand, up to so many: in its list, which ends by its length, or a range of rows."""
+    lists = a.indices is not None
+    return {
+        "indices": pointer(a.indices), "index_stride": a.indices.strides[0] if lists else 0, "topk": width,
+        "starts": pointer(a.starts), "ends": pointer(a.length if lists else a.ends),
+    }  # fmt: skip
 
 
 def indexer_loss(gpu: Gpu, a: IndexerLoss) -> Program:
@@ -147,9 +154,7 @@ def indexer_loss(gpu: Gpu, a: IndexerLoss) -> Program:
         program.append(Clear(number.ptr, number.nbytes))
         if tokens > 0:
             params = TOKENS(
-                indices=pointer(a.indices), starts=pointer(a.starts),
-                ends=pointer(a.ends if a.indices is None else a.length), counted=pointer(a.counted), number=divisor,
-                index_stride=0 if a.indices is None else a.indices.strides[0], tokens=tokens, topk=topk, keys=keys,
+                **_entries(a, topk), counted=pointer(a.counted), number=divisor, tokens=tokens, keys=keys
             )  # fmt: skip
             program.append(Launch(tokens_kernel(), (ceil_div(tokens, WARPS), 1, 1), params))
     for first in range(0, max(tokens, 1), sums.step):

@@ -122,7 +122,7 @@ def sparse_prefill_backward(
     s_q, h_q, d_qk = q_.require(BFLOAT16, "s_q", "h_q", HEAD_DIMS).shape
     require_heads(h_q)
     s_kv = kv_.require(BFLOAT16, "s_kv", 1, d_qk).shape[0]
-    idx.require(INT32, s_q, 1, "topk").without_axis(1)
+    require_lists(idx, s_q, s_kv, length)
     out_.require(BFLOAT16, s_q, h_q, D_V)
     lse_.require(FLOAT32, s_q, h_q)
     dout_.require(BFLOAT16, s_q, h_q, D_V)
@@ -132,14 +132,8 @@ def sparse_prefill_backward(
         sink.require(FLOAT32, h_q)
     elif d_sink_ is not None:
         raise ValueError("d_sink was given without attn_sink")
-    if length is not None:
-        length.require(INT32, s_q)
     if accumulate:
-        if dkv_ is None:
-            raise ValueError("accumulate: dkv, to which is added, must be given")
-        dkv_.require(FLOAT32, s_kv, 1, d_qk)
-    if arrays.CHECK_VALUES:
-        check_lists(idx, s_kv, length)
+        require_sums("dkv", dkv_, s_kv, 1, d_qk)
     kv_.without_axis(1)
     dq_ = place.output("dq", dq_, (s_q, h_q, d_qk), dtype_of(dq_, dq_dtype))
     dkv_ = place.output("dkv", dkv_, (s_kv, 1, d_qk), dtype_of(dkv_, dkv_dtype))
@@ -156,3 +150,20 @@ def sparse_prefill_backward(
 def dtype_of(given: arrays.Array | None, name: GradientDtype) -> np.dtype:
     """The dtype of a result: that of the given array where it may have it."""
     return given.dtype if given is not None and given.dtype in DTYPES.values() else DTYPES[name]
+
+
+def require_lists(indices: arrays.Array, tokens: int, rows: int, length: arrays.Array | None) -> int:
+    """Check index lists, and drop their axis of KV heads; returns how many entries they have."""
+    topk = indices.require(INT32, tokens, 1, "topk").without_axis(1).shape[1]
+    if length is not None:
+        length.require(INT32, tokens)
+    if arrays.CHECK_VALUES:
+        check_lists(indices, rows, length)
+    return topk
+
+
+def require_sums(name: str, given: arrays.Array | None, *shape: int) -> None:
+    """Check what `accumulate` adds to."""
+    if given is None:
+        raise ValueError(f"accumulate: {name}, to which is added, must be given")
+    given.require(FLOAT32, *shape)

@@ -187,8 +187,12 @@ def _width_of(paged: Any) -> int:
 
 LOSS_RESULTS = (
     Result("loss", lambda **_: (), FLOAT32),
-    Result("dq_index", lambda q_index, **_: q_index.shape, BFLOAT16, "", "", "gradients", "gradient_dtype"),
-    Result("dk_index", lambda k_index, **_: k_index.shape, BFLOAT16, "", "", "gradients", "gradient_dtype"),
+    Result(
+        "dq_index", lambda q_index, **_: q_index.shape, BFLOAT16, unless="gradients", dtype_setting="gradient_dtype"
+    ),
+    Result(
+        "dk_index", lambda k_index, **_: k_index.shape, BFLOAT16, unless="gradients", dtype_setting="gradient_dtype"
+    ),
     Result("dw", lambda w, **_: w.shape, FLOAT32, unless="gradients"),
 )
 

@@ -15,13 +15,13 @@ from ..bridges import Place, bind
 from ..calls.operation import differentiable, operation
 from ..checks.options import require_bool, require_choice, require_integer, require_scale
 from ..checks.validate import require_heads
-from ..checks.values import check_lists, check_ranges
+from ..checks.values import check_ranges
 from ..cuda import training as cuda
 from ..dtypes import BFLOAT16, BOOL, FLOAT32, INT32
 from ..reference import training as reference
 from ..typing import A, AnyArray, GradientDtype
 from .attention import HEAD_DIMS
-from .backward import DTYPES, MAX_WORKSPACE_BYTES, MOST_BYTES, dtype_of
+from .backward import DTYPES, MAX_WORKSPACE_BYTES, MOST_BYTES, dtype_of, require_lists, require_sums
 from .logits import D
 
 __all__ = ["attention_target", "dense_attention_target", "dense_indexer_loss", "dense_lse", "indexer_loss"]
@@ -73,7 +73,7 @@ def attention_target(
     sink, length, out_ = place.optional(attn_sink=attn_sink, topk_length=topk_length, out=out)
     arguments = Target(q_, kv_, sm_scale, lse_, sink, idx, length, None, None, out_)
     tokens, _, rows = _require_attention(arguments)
-    topk = _require_lists(idx, tokens, rows, length)
+    topk = require_lists(idx, tokens, rows, length)
     arguments = _squeezed(arguments, place.output("out", out_, (tokens, topk), FLOAT32))
     place.call(cuda.attention_target, reference.attention_target, arguments)
     return arguments.out.obj
@@ -262,7 +262,7 @@ def indexer_loss(
         max_workspace_bytes, None, dq, dk, dw_,
     )  # fmt: skip
     tokens, keys = _require_indexer(arguments)
-    return _loss(place, arguments, _require_lists(idx, tokens, keys, length), gradient_dtype)
+    return _loss(place, arguments, require_lists(idx, tokens, keys, length), gradient_dtype)
 
 
 @operation
@@ -352,16 +352,6 @@ def _squeezed(a: Target, out: arrays.Array) -> Target:
     return a._replace(sm_scale=require_scale("sm_scale", a.sm_scale), out=out)
 
 
-def _require_lists(indices: arrays.Array, tokens: int, rows: int, length: arrays.Array | None) -> int:
-    """Check index lists, and drop their axis of KV heads; returns how many entries they have."""
-    topk = indices.require(INT32, tokens, 1, "topk").without_axis(1).shape[1]
-    if length is not None:
-        length.require(INT32, tokens)
-    if arrays.CHECK_VALUES:
-        check_lists(indices, rows, length)
-    return topk
-
-
 def _require_ranges(starts: arrays.Array, ends: arrays.Array, tokens: int, rows: int) -> None:
     starts.require(INT32, tokens)
     ends.require(INT32, tokens)
@@ -390,9 +380,7 @@ def _loss(place: Place, a: IndexerLoss, width: int, gradient_dtype: GradientDtyp
     if not a.gradients and not (dq is dk is dw is None and not a.accumulate):
         raise ValueError("gradients: dq_index, dk_index, dw and accumulate go with them, got False")
     if a.accumulate:
-        if dk is None:
-            raise ValueError("accumulate: dk_index, to which is added, must be given")
-        dk.require(FLOAT32, keys, D)
+        require_sums("dk_index", dk, keys, D)
     loss = place.new("loss", (), FLOAT32)
     if a.gradients:
         dq = place.output("dq_index", dq, (tokens, heads, D), dtype_of(dq, gradient_dtype))
