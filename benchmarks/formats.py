@@ -24,14 +24,13 @@ import torch
 from cache_ops import Case, beside_copy, error_of, filling_slots, paged
 from cases import FORMATS, judge
 from harness import SETS, Options, Record, flash_mla_peer, load_kernels, peer_name, time_side_by_side
-from inputs import CHUNK, normal, random_slots
+from inputs import PLACE, insert, layout_cache, normal, random_slots
 from rows import Set, decode_calls, padded
 
 import cupy_mla
 from cupy_mla import flash_mla, layouts
-from cupy_mla.layouts import D_V, Layout
+from cupy_mla.layouts import Layout
 
-PLACE = "torch", 0
 HEADS, LARGEST = (8, 16, 32, 64, 128), 264
 TOKENS, BLOCK = 1 << 21, 64  # rows of each cache, and of a block
 WINDOW = 128
@@ -74,20 +73,17 @@ MEASURED = (
     Format("v32_nvfp4", layouts.V32_NVFP4, None, layouts.V32_FP8, False, 4),
     Format("v4_nvfp4", layouts.V4_NVFP4, layouts.V4_NVFP4, layouts.V4_FP8, False, 2),
 )
-PACKED_LAYOUTS = {
-    "v41_fp8": layouts.V41_FP8, "v41_fp8_split": layouts.V41_FP8_SPLIT, "v41_fp4": layouts.V41_FP4,
-    "v41_fp4_split": layouts.V41_FP4_SPLIT, "v32_nope_fp8": layouts.V32_NOPE_FP8,
-    "plain_fp8_512": layouts.PLAIN_FP8_512, "plain_fp8_576": layouts.PLAIN_FP8_576, "v32_nvfp4": layouts.V32_NVFP4,
-    "v4_nvfp4": layouts.V4_NVFP4,
-}  # fmt: skip
+MOVED = {of.name: of.main for of in MEASURED if "+" not in of.name} | {of.name: of for of in layouts.EXTRA_LAYOUTS}
 
 
 def sizes(rng: random.Random, of: Format, quick: bool) -> Iterator[dict[str, Any]]:
-    """What the rows of a format are of, in the fields that the record gives them. Large batches are as likely as small
-    ones; with an extra cache each request has lengths of its own."""
+    """What the rows of a format are of, in the fields that the record gives them: requests evenly on a logarithmic scale;
+    with an extra cache each request has lengths of its own."""
     for h in HEADS:
-        for _ in range(1 if quick else of.drawn):
-            b = round(math.exp(rng.uniform(0, math.log(LARGEST))))
+        batches: set[int] = set()
+        while len(batches) < (1 if quick else of.drawn):
+            batches.add(round(math.exp(rng.uniform(0, math.log(LARGEST)))))
+        for b in sorted(batches):
             extra = (of.extra_topk or 128 * rng.randint(2, 8)) if of.extra else 0
             topk = WINDOW if of.extra else 128 * rng.randint(4, 16)
             yield {"format": of.name, "h": h, "b": b, "topk": topk, "extra_topk": extra, "lengths": bool(extra)}
@@ -98,43 +94,25 @@ def name_of(size: dict[str, Any]) -> str:
     return f"{size['format']} h {size['h']} b {size['b']} topk {size['topk']}{extra}"
 
 
-def packing(layout: Layout, rows: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> Case:
-    """A writer's call. Rows with a scale of the call have the scale 1."""
-    count, name, moved = len(rows), {"layout": layout.name}, layout.token_bytes + 2 * layout.d_qk + 8
-    if layout.of_v4:
-        arrays = {"k": rows, "k_cache": kv_cache, "slot_mapping": slots}
-        return Case("pack", cupy_mla.quantize_and_insert_k_cache, arrays, name, ("k_cache",), count * moved)
-    arrays = {"kv_c": rows[:, :D_V], "k_pe": rows[:, D_V:], "kv_cache": kv_cache, "slot_mapping": slots}
-    return Case("pack", cupy_mla.concat_and_cache_mla, arrays, name, ("kv_cache",), count * moved)
-
-
 def gathering(layout: Layout, tokens: int) -> Case:
     """A reader's call, of a few requests of unequal lengths."""
     lengths, starts, table, blocks = paged(4, tokens)
+    kv_cache = layout_cache(layout, blocks * BLOCK, BLOCK)
     name, moved = {"layout": layout.name}, tokens * (layout.token_bytes + 2 * layout.d_qk)
     arrays = {"block_table": table, "seq_lens": lengths}
     if layout.of_v4:
         out = torch.zeros(4, int(lengths.max()), layout.d_qk, device="cuda", dtype=torch.bfloat16)
-        arrays |= {"out": out, "k_cache": filled(layout, blocks * BLOCK)}
+        arrays |= {"out": out, "k_cache": kv_cache}
         settings = {**name, "gather_lens": None, "block_size": BLOCK, "offset": 0}
         return Case("gather", cupy_mla.dequantize_and_gather_k_cache, arrays, settings, ("out",), moved)
     dst = torch.zeros(tokens, layout.d_qk, device="cuda", dtype=torch.bfloat16)
-    arrays |= {"src_cache": filled(layout, blocks * BLOCK), "dst": dst, "workspace_starts": starts[:-1].contiguous()}
+    arrays |= {"src_cache": kv_cache, "dst": dst, "workspace_starts": starts[:-1].contiguous()}
     return Case("gather", cupy_mla.cp_gather_and_upconvert_fp8_kv_cache, arrays, name, ("dst",), moved)
-
-
-def filled(layout: Layout, tokens: int) -> torch.Tensor:
-    """A cache full of unit normal rows."""
-    kv_cache = cupy_mla.empty_cache(layout, tokens // BLOCK, BLOCK, PLACE)
-    for slots in torch.arange(tokens, device="cuda").split(CHUNK):
-        case = packing(layout, normal(len(slots), layout.d_qk), kv_cache, slots)
-        case.operation(**case.arrays, **case.settings)
-    return kv_cache
 
 
 @cache
 def attended(layout: Layout) -> torch.Tensor:
-    return filled(layout, TOKENS)[:, :, None]
+    return layout_cache(layout, TOKENS, BLOCK)[:, :, None]
 
 
 def input_sets(of: Format, size: dict[str, Any]) -> list[Set]:
@@ -181,9 +159,7 @@ def attend(record: Record, peer: Any, of: Format, size: dict[str, Any]) -> None:
         return
     sets = input_sets(of, size)
     own, near = over(of.main, of.extra, sets), over(of.near, of.extra and of.near, sets)
-    calls = [
-        decode_calls(flash_mla, s, kv_format=layout.name) for s, layout in ((own, of.main), (near, of.near))
-    ]  # fmt: skip
+    calls = [decode_calls(flash_mla, s, kv_format=layout.name) for s, layout in ((own, of.main), (near, of.near))]
     error = record.compare(case, calls[0][0]()[0], over_unpacked(of, own[0]))
     if of.peer:
         calls.append(decode_calls(peer, [{**s, "q": padded(s["q"])} for s in near]))
@@ -203,7 +179,9 @@ def add(record: Record, case: str, us: dict[str, float], error: float, **more: A
 
 def cache_cases(layout: Layout, tokens: int) -> Iterator[Case]:
     kv_cache = cupy_mla.empty_cache(layout, tokens // BLOCK, BLOCK, PLACE)
-    yield packing(layout, normal(tokens, layout.d_qk), kv_cache, filling_slots(tokens))
+    arrays = {"rows": normal(tokens, layout.d_qk), "kv_cache": kv_cache, "slots": filling_slots(tokens)}
+    moved = tokens * (2 * layout.d_qk + layout.token_bytes + 8)
+    yield Case("pack", insert, arrays, {"layout": layout}, ("kv_cache",), moved)
     yield gathering(layout, tokens)
 
 
@@ -235,7 +213,7 @@ def main() -> None:
     for of in MEASURED:
         for size in sizes(rng, of, options.quick):
             attend(record, peer, of, size)
-    for name, layout in PACKED_LAYOUTS.items():
+    for name, layout in MOVED.items():
         move(record, name, layout)
     judge(FORMATS, record.rows)
     print(record.write())
