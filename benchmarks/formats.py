@@ -77,8 +77,8 @@ MOVED = {of.name: of.main for of in MEASURED if "+" not in of.name} | {of.name: 
 
 
 def sizes(rng: random.Random, of: Format, quick: bool) -> Iterator[dict[str, Any]]:
-    """What the rows of a format are of, in the fields that the record gives them: requests evenly on a logarithmic scale;
-    with an extra cache each request has lengths of its own."""
+    """What the rows of a format are of, in the fields that the record gives them: requests even on a logarithmic scale,
+    with an extra cache lengths of their own."""
     for h in HEADS:
         batches: set[int] = set()
         while len(batches) < (1 if quick else of.drawn):
