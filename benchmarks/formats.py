@@ -165,7 +165,7 @@ def attend(record: Record, peer: Any, of: Format, size: dict[str, Any]) -> None:
         calls.append(decode_calls(peer, [{**s, "q": padded(s["q"])} for s in near]))
         record.compare(f"{case}, the nearest rows", calls[1][0]()[0], calls[2][0]()[0][:, :, : size["h"]])
     us = time_side_by_side(*calls)
-    names = {"near": of.near.name, **({"peer": peer_name()} if of.peer else {})}
+    names = {"kind": f"decode {of.name}", "near": of.near.name, **({"peer": peer_name()} if of.peer else {})}
     add(record, case, dict(zip(("ours_us", "near_us", "peer_us"), us, strict=False)), error, **size, **names)
 
 
@@ -193,11 +193,12 @@ def move(record: Record, name: str, layout: Layout) -> None:
     errors = map(error_of, cache_cases(layout, COMPARED))
     sets = zip(*(cache_cases(layout, PACKED) for _ in range(SETS)), strict=True)
     for case, error, cases in zip(names, errors, sets, strict=True):
+        kind = case.partition(" tokens")[0]
         ours_us, copy_us = beside_copy(cases)
         rates = {key: round(1e-3 * cases[0].moved / us) for key, us in (("gb_s", ours_us), ("copy_gb_s", copy_us))}
         if error:
             record.wrong.append(f"{case}: {error} from NumPy")
-        add(record, case, {"ours_us": ours_us, "peer_us": copy_us}, error, format=name, peer="copy", **rates)
+        add(record, case, {"ours_us": ours_us, "peer_us": copy_us}, error, format=name, kind=kind, peer="copy", **rates)
 
 
 def main() -> None:
