@@ -58,7 +58,7 @@ HEADLINES = (
 )  # titles of the groups that the README shows
 RATIO_HEAD = "work | card | commit | rows | geometric mean | least | most"
 ROW_FORMATS = (
-    "Rows that FlashMLA's sparse decode does not read on Hopper: ours beside it over the nearest rows that it does read,\n"
+    "Rows that FlashMLA's sparse decode does not read on Hopper: ours, beside it over the nearest rows that it reads,\n"
     "or beside ours over the nearest; packing and gathering beside a copy."
 )
 RATIOS_PLOT = "![ratio to the peer by kind of work](benchmarks/results/ratios.png)"
