@@ -209,6 +209,24 @@ DENSE_FP8 = [
 ]
 
 
+FORMATS = [
+    Group(f"{title}, beside {beside}", "formats", _beginning(f"{name} h "), target, least)
+    for title, name, beside, target, least in (
+        ("V41_FP8", "v41_fp8", "FlashMLA's V4", 1.4, 1.1),
+        ("V41_FP8 and V41_FP4", "v41_fp8+v41_fp4", "FlashMLA's V4", 1.4, 1.1),
+        ("V41_FP8_SPLIT", "v41_fp8_split", "FlashMLA's V4", 1.4, 1.1),
+        ("V32_NOPE_FP8", "v32_nope_fp8", "FlashMLA's V32", 1.5, 1.2),
+        ("PLAIN_FP8 of 512", "plain_fp8_512", "our bf16", 1.4, 1.0),
+        ("PLAIN_FP8 of 576", "plain_fp8_576", "our bf16", None, 1.0),
+        ("V32_NVFP4", "v32_nvfp4", "our V32_FP8", 1.0, 0.9),
+        ("V4_NVFP4", "v4_nvfp4", "our V4_FP8", None, 0.9),
+    )
+] + [
+    Group("packing these rows, beside a copy of as many bytes", "formats", _beginning("pack"), 0.85, 0.85),
+    Group("gathering these rows, beside a copy of as many bytes", "formats", _beginning("gather"), 0.85, 0.85),
+]
+
+
 def of_group(group: Group, rows: Iterable[Row]) -> list[float]:
     """The ratios of a group's rows."""
     return [row["ratio"] for row in rows if group.holds(row["case"], numbers(row["case"]))]

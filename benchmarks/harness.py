@@ -99,10 +99,14 @@ def flash_mla_peer() -> ModuleType:
     return peer
 
 
-def load_kernels(files: str) -> None:
-    """Compile and load the kernels of files in whose path a regular expression is found, so that no timed call does."""
+def load_kernels(which: str) -> None:
+    """Compile and load kernels, so that no timed call does.
+
+    Args:
+        which: a regular expression that is found in what is printed of them: file, then constants by name.
+    """
     capability = driver.gpu(0).capability
-    wanted = [kernel for kernel in all_kernels() if re.search(files, kernel.file) and kernel.suits(capability)]
+    wanted = [kernel for kernel in all_kernels() if re.search(which, repr(kernel)) and kernel.suits(capability)]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda kernel: kernel.load(0), wanted))
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 import cupy_mla
+from cupy_mla import layouts
+from cupy_mla.layouts import Layout
 
+PLACE = "torch", 0
 CHUNK = 1 << 18  # tokens packed at a time
 
 
@@ -32,10 +35,27 @@ def v32_cache(tokens: int, block_size: int = 64, scale_format: str = "fp32") -> 
 
 def v4_cache(tokens: int, block_size: int) -> torch.Tensor:
     """A V4_FP8 cache full of unit normal rows with its block stride padded to a multiple of 576 bytes."""
-    blocks, stride = tokens // block_size, cupy_mla.layouts.V4_FP8.block_bytes(block_size)
+    blocks, stride = tokens // block_size, layouts.V4_FP8.block_bytes(block_size)
     whole = torch.empty(blocks, stride, device="cuda", dtype=torch.uint8)
     cache = whole.as_strided((blocks, block_size, 1, 584), (stride, 584, 584, 1))
     for start in range(0, tokens, CHUNK):
         slots = torch.arange(start, min(start + CHUNK, tokens), device="cuda")
         cupy_mla.quantize_and_insert_k_cache(normal(len(slots), 512), cache, slots)
     return cache
+
+
+def insert(layout: Layout, rows: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write rows with the operation that models of the layout's kind have. A scale of the call is 1."""
+    if layout.of_v4:
+        cupy_mla.quantize_and_insert_k_cache(rows, kv_cache, slots, layout=layout.name)
+    else:
+        latent, rope = rows[:, : layouts.D_V], rows[:, layouts.D_V :]
+        cupy_mla.concat_and_cache_mla(latent, rope, kv_cache, slots, layout=layout.name)
+
+
+def layout_cache(layout: Layout, tokens: int, block_size: int = 64) -> torch.Tensor:
+    """A cache of any layout full of unit normal rows."""
+    kv_cache = cupy_mla.empty_cache(layout, tokens // block_size, block_size, PLACE)
+    for slots in torch.arange(tokens, device="cuda").split(CHUNK):
+        insert(layout, normal(len(slots), layout.d_qk), kv_cache, slots)
+    return kv_cache

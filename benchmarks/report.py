@@ -20,6 +20,7 @@ from cases import (
     DECODE,
     DENSE,
     DENSE_FP8,
+    FORMATS,
     INDEXER,
     INDEXER_V41,
     PORTABLE,
@@ -37,7 +38,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 GROUPS = [
-    *PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *DENSE_FP8, *CACHE_OPS, *PORTABLE, *INDEXER, *INDEXER_V41,
+    *PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *DENSE_FP8, *FORMATS, *CACHE_OPS, *PORTABLE, *INDEXER,
+    *INDEXER_V41,
 ]  # fmt: skip
 NOT_MEASURED = "Not measured yet."
 KERNEL_ROWS = {
@@ -54,6 +56,11 @@ HEADLINES = (
     "indexer: decode selection, logits to slots",
     "portable kernels: FP8 decode V32, 64 and 128 heads",
 )  # titles of the groups that the README shows
+RATIO_HEAD = "work | card | commit | rows | geometric mean | least | most"
+ROW_FORMATS = (
+    "Rows that FlashMLA's sparse decode does not read on Hopper: ours, beside it over the nearest rows that it reads,\n"
+    "or beside ours over the nearest; packing and gathering beside a copy."
+)
 RATIOS_PLOT = "![ratio to the peer by kind of work](benchmarks/results/ratios.png)"
 PLOTS = {
     "sparse_decode": "![decode: time against batch, and the floor](../benchmarks/results/sparse_decode.png)",
@@ -128,7 +135,7 @@ def ratio_row(group: Group, folder: Path) -> list[str] | None:
 def ratio_table(groups: Iterable[Group]) -> str:
     """A row for each group and each GPU that has records of it."""
     rows = [row for group in groups for folder in folders() if (row := ratio_row(group, folder))]
-    return table("work | card | commit | rows | geometric mean | least | most", rows)
+    return table(RATIO_HEAD, rows)
 
 
 def headlines() -> list[Group]:
@@ -138,16 +145,25 @@ def headlines() -> list[Group]:
 
 
 def readme() -> str:
-    """Figures of the groups in HEADLINES on the first GPU, and a plot of all groups."""
-    rows = [row for group in headlines() if (row := ratio_row(group, RESULTS))]
-    return f"{table('work | card | commit | rows | geometric mean | least | most', rows)}\n\n{RATIOS_PLOT}"
+    """Figures of the groups in HEADLINES on the first GPU, a plot of all groups, and row formats."""
+    parts = [f"{group_table(headlines(), RESULTS)}\n\n{RATIOS_PLOT}"]
+    measured = next((folder for folder in folders() if load("formats", folder)["rows"]), None)
+    if measured:
+        parts += [ROW_FORMATS, group_table(FORMATS, measured)]
+    return "\n\n".join(parts)
+
+
+def group_table(groups: Iterable[Group], folder: Path) -> str:
+    """A row for each group that a GPU has records of."""
+    rows = [row for group in groups if (row := ratio_row(group, folder))]
+    return table(RATIO_HEAD, rows)
 
 
 def accuracy_table() -> str:
     """Distances to float64 on each GPU."""
     rows = [
         [row["case"], card(record), commit(record, [row])]
-        + [f"{row[name]:.1e}" for name in ("ours", "peer", "ours_lse", "peer_lse")]
+        + [field(row, name, ".1e") for name in ("ours", "peer", "ours_lse", "peer_lse")]
         for folder in folders()
         for record in [load("accuracy", folder)]
         for row in record["rows"]

@@ -27,8 +27,8 @@ from rich.table import Table
 
 FOLDER = Path(__file__).resolve().parent
 PROGRAMS = (
-    "sparse_prefill", "small_prefill", "sparse_decode", "decode_batches", "dense_decode", "dense_fp8", "accuracy",
-    "batch_invariant", "cache_ops", "portable", "thresholds", "host_overhead", "indexer", "indexer_v41",
+    "sparse_prefill", "small_prefill", "sparse_decode", "decode_batches", "dense_decode", "dense_fp8", "formats",
+    "accuracy", "batch_invariant", "cache_ops", "portable", "thresholds", "host_overhead", "indexer", "indexer_v41",
     "context_parallel",
 )  # fmt: skip
 DONE, FAILED, LEFT_OUT = "done", "[red]failed", "[yellow]left out: its peer, or a second GPU, was not found"
