@@ -207,6 +207,22 @@ DENSE_FP8 = [
     Group("dense decode, V32_FP8 against our bf16 where memory bounds", "dense_fp8", _beginning("v32_fp8 bytes"), 1.5),
     Group("dense decode, PLAIN_FP8, q in e4m3", "dense_fp8", _beginning("plain_fp8"), 1.2),
 ]
+TRAINING = [
+    Group(
+        "backward, 64 and 128 heads, beside the faster of cuDNN and TileLang", "training",
+        lambda case, n: case.startswith("backward") and n["h"] >= 64, 1.1, 0.9,
+    ),
+    Group(
+        "backward, 64 and 128 heads, from 16384 tokens on", "training",
+        lambda case, n: case.startswith("backward") and n["h"] >= 64 and n["s"] >= 16384, 1.3, 0.9,
+    ),
+    Group(
+        "backward, 8 to 32 heads, beside TileLang", "training",
+        lambda case, n: case.startswith("backward") and n["h"] <= 32, 1.5,
+    ),
+    Group("indexer's loss and gradients, beside the attention's backward", "training", _beginning("loss"), 0.67, 0.67),
+    Group("indexer's warm-up, beside the attention's backward", "training", _beginning("warm-up"), 0.67, 0.67),
+]  # fmt: skip
 
 
 FORMATS = [

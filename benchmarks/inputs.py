@@ -10,6 +10,7 @@ from cupy_mla.layouts import Layout
 
 PLACE = "torch", 0
 CHUNK = 1 << 18  # tokens packed at a time
+SCORES = 1 << 26  # drawn at a time
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -59,3 +60,28 @@ def layout_cache(layout: Layout, tokens: int, block_size: int = 64) -> torch.Ten
     for slots in torch.arange(tokens, device="cuda").split(CHUNK):
         insert(layout, normal(len(slots), layout.d_qk), kv_cache, slots)
     return kv_cache
+
+
+def causal_lists(kind: str, s: int, topk: int, device: str = "cuda") -> torch.Tensor:
+    """Index lists [s, topk] int32 of s tokens over their rows: token i lists `min(i + 1, topk)` rows up to its own, -1
+    behind them.
+
+    Args:
+        kind: "random": any rows, in any order. "ascending": the same in order. "local": of the newest `2 * topk`, in
+            any order; 64 neighbours list mostly the same. "all": the first ones.
+    """
+    lists = torch.full((s, topk), -1, device=device, dtype=torch.int32)
+    step = max(64, SCORES // s // 64 * 64)
+    for first in range(0, s, step):
+        end = min(first + step, s)
+        rows, tokens = torch.arange(end, device=device), torch.arange(first, end, device=device)[:, None]
+        outside = rows > tokens
+        scores = -rows.float().expand_as(outside) if kind == "all" else torch.rand(outside.shape, device=device)
+        if kind == "local":
+            shared = torch.rand(-(-len(tokens) // 64), end, device=device).repeat_interleave(64, 0)[: len(tokens)]
+            scores, outside = shared + scores / 16, outside | (rows <= tokens - 2 * topk)
+        chosen = scores.masked_fill(outside, -torch.inf).topk(min(topk, end), 1)
+        found = chosen.indices.masked_fill(chosen.values == -torch.inf, s)
+        found = found.sort(1).values if kind == "ascending" else found
+        lists[first:end, : found.shape[1]] = found.masked_fill(found == s, -1)
+    return lists

@@ -26,6 +26,7 @@ from cases import (
     PORTABLE,
     PREFILL,
     SMALL_PREFILL,
+    TRAINING,
     Group,
     Row,
     geometric_mean,
@@ -39,7 +40,7 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 GROUPS = [
     *PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *DENSE_FP8, *FORMATS, *CACHE_OPS, *PORTABLE, *INDEXER,
-    *INDEXER_V41,
+    *INDEXER_V41, *TRAINING,
 ]  # fmt: skip
 NOT_MEASURED = "Not measured yet."
 KERNEL_ROWS = {
@@ -78,6 +79,11 @@ ACCURACY = (
 HOST = (
     "Microseconds that a call keeps the host busy, without the time to free its results: the median of the quietest\n"
     "of many rounds. [Host time](host_time.md) says what they are made of."
+)
+TRAINING_TIMES = (
+    "Milliseconds of a backward of lists of 2048 entries, d_qk 576, beside each peer's, and TFLOP/s of whole lists.\n"
+    "TileLang is as Megatron-Core ships it, with 32 heads a CTA, and with 64. Loss and warm-up, with 64 heads of the\n"
+    "indexer and all gradients, are beside the backward of the attention over the same rows. Memory is beside results."
 )
 LONG_LIST = 4096  # entries of an index list, from which on its plots stand in a line of their own
 
@@ -187,6 +193,8 @@ def performance() -> str:
     parts = ["## Ratios", ratio_table(GROUPS)]
     parts += [text for record, text in PLOTS.items() if load(record)["rows"]]
     parts += [DENSE_PLOT.format(path.relative_to(ROOT).with_suffix(".png")) for path in dense_records()]
+    if lines := training():
+        parts += ["## Training", TRAINING_TIMES, filled(lines)]
     if load("accuracy")["rows"]:
         parts += ["## Accuracy", ACCURACY, accuracy_table()]
     if load("host_overhead")["rows"]:
@@ -196,6 +204,26 @@ def performance() -> str:
         parts += ["## Host time", HOST, host_table("call of known sizes", known)]
         parts.append(host_table("call of sizes never seen", new))
     return "\n\n".join(parts)
+
+
+def training() -> list[dict[str, str]]:
+    """Rows by column of the backward and the indexer's loss, on each GPU."""
+    times = {
+        "ours": "ours_us", "portable": "portable_us", "cuDNN": "cudnn_us", "TileLang": "tilelang_us",
+        "TileLang, 64": "tilelang_64_us", "backward": "peer_us",
+    }  # fmt: skip
+    lines = []
+    for folder in folders():
+        record = load("training", folder)
+        for row in record["rows"]:
+            shown = {name: key for name, key in times.items() if key in row}
+            if row["work"] == "backward":
+                del shown["backward"]
+            ms = {name: f"{row[shown[name]] / 1e3:.2f}" if name in shown else "" for name in times}
+            head = {"case": row["case"], "card": card(record), "commit": commit(record, [row])}
+            tail = {"best / ours": f"{row['ratio']:.2f}", "TFLOP/s": field(row, "tflops", ".0f")}
+            lines.append({**head, **ms, **tail, "memory, GB": field(row, "peak_gb", ".2f")})
+    return lines
 
 
 def absolute() -> str:
