@@ -296,6 +296,9 @@ def vllm() -> str:
         timed = [vllm_speed(row) for row in rows if "tokens_per_s_ours" in row]
         if timed:
             parts.append(filled(timed))
+        served = [vllm_traffic(row) for row in rows if "traffic_requests" in row]
+        if served:
+            parts.append(filled(served))
     return "\n\n".join(parts) or NOT_MEASURED
 
 
@@ -347,6 +350,21 @@ def vllm_speed(row: Row) -> dict[str, str]:
         "vLLM's own": field(row, "gpu_us_stock", ".0f"),
         "vLLM's own / ours": f"{row['gpu_us_stock'] / row['gpu_us_ours']:.2f}" if "gpu_us_ours" in row else "",
     }
+
+
+def vllm_traffic(row: Row) -> dict[str, str]:
+    """What traffic took, as a row by columns."""
+    columns = {
+        "tokens a second": ("traffic_tokens_per_s", ",.0f"), "first token, ms": ("traffic_first_token_ms", ".1f"),
+        "longest step, ms": ("longest_step_ms", ".1f"), "texts the same three times": ("texts_equal_thrice", ""),
+    }  # fmt: skip
+    cells = {
+        f"{column}{who}": field(row, f"{key}_{engine}", kind)
+        for column, (key, kind) in columns.items()
+        for who, engine in ((", ours", "ours"), (", vLLM's", "stock"))
+    }
+    texts = f"{row['traffic_texts_equal']} of {row['traffic_requests']}"
+    return {"setting": row["setting"], **cells, "texts of ours that are vLLM's": texts}
 
 
 def context_parallel() -> str:

@@ -658,6 +658,70 @@ def test_speed_is_of_pairs_around_which_the_machine_was_fastest(module):
     }  # fmt: skip
 
 
+def test_traffic_is_of_three_rounds(module):
+    """A text counts where it is the same in all; the longest step is that of any round."""
+    program = module("vllm_engine")
+    texts = [[1, 2], [3, 4]], [[1, 2], [3, 5]], [[1, 2], [3, 4]]
+    ours = [program.Traffic(s, 0.01 * s, 0.1 * s, texts[0]) for s in (1.0, 4.0, 2.0)]
+    stock = [program.Traffic(s, 0.02 * s, 0.2 * s, text) for s, text in zip((3.0, 1.0, 8.0), texts[::-1], strict=True)]
+    assert program.traffic_fields({"ours": ours, "stock": [stock[1], stock[0], stock[2]]}) == {
+        "traffic_requests": 2, "traffic_tokens_per_s_ours": 2.0, "traffic_tokens_per_s_stock": 1.3,
+        "traffic_first_token_ms_ours": 20.0, "traffic_first_token_ms_stock": 60.0, "longest_step_ms_ours": 400.0,
+        "longest_step_ms_stock": 1600.0, "texts_equal_thrice_ours": 2, "texts_equal_thrice_stock": 1,
+        "traffic_texts_equal": 1,
+    }  # fmt: skip
+
+
+class Serving:
+    """An engine that answers each request with a token a step, two steps after it came, and takes its time."""
+
+    def __init__(self):
+        self.llm_engine, self.live, self.added, self.resets = self, {}, [], 0
+
+    def reset_prefix_cache(self):
+        self.resets += 1
+        return not self.live
+
+    def has_unfinished_requests(self):
+        return bool(self.live)
+
+    def add_request(self, name, prompt, params):
+        assert name not in self.live
+        self.live[name] = 0
+        self.added.append(prompt["prompt_token_ids"])
+
+    def step(self):
+        answers = []
+        for name in list(self.live):
+            self.live[name] += 1
+            tokens = range(self.live[name] - 1)
+            answers.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=tokens)]))
+            if self.live[name] == 4:
+                del self.live[name]
+        return answers
+
+
+def test_traffic(module, monkeypatch):
+    """Requests come a few a step, share beginnings or repeat themselves, and start from an empty cache."""
+    program = module("vllm_engine")
+    params = SimpleNamespace(SamplingParams=SimpleNamespace)
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(CUMULATIVE=0))
+    monkeypatch.setitem(sys.modules, "vllm", params)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    engine = Serving()
+    first, again = program.traffic(engine, None), program.traffic(engine, None)
+    assert engine.resets == 2
+    assert first.texts == again.texts == [[0, 1, 2]] * len(first.texts)
+    assert 0 < first.first_token <= first.seconds
+    assert 0 < first.longest_step <= first.seconds
+    prompts, others = engine.added[: len(first.texts)], engine.added[len(first.texts) :]
+    assert prompts == others
+    assert len({tuple(prompt[:1024]) for prompt in prompts[::4]}) == 1
+    assert len({tuple(prompt[:20]) for prompt in prompts[1:]}) > len(prompts) / 2
+    assert all(prompt[:20] == prompt[20:40] for prompt in prompts[2::4] if len(prompt) >= 40)
+    assert max(map(len, prompts)) + 24 < 4096
+
+
 def test_engines_of_several_gpus_get_cores_that_leave_one_another_fast(module, monkeypatch):
     """Here 0 and 1 are threads of one physical core, and so on; a busy thread makes both slow."""
     program = module("vllm_engine")
@@ -774,6 +838,12 @@ def test_docs_show_engines_and_several_gpus_once_there_are_records(module, monke
     assert "| fp8 | 191 of 192 | 0.0625 | 190 | 189 |\n" in two
     speeds = "| 3,000 (2,995 to 3,005) | 2,000 (1,995 to 2,005) | 1.50 | 1.460 ± 0.010 | 170 and 180 | 40 | 50 | 1.25 |"
     assert f"| fp8, 16 requests {speeds}" in two
+    served = {f"{name}_{who}": 10.0 * i for i, name in enumerate(
+        ("traffic_tokens_per_s", "traffic_first_token_ms", "longest_step_ms", "texts_equal_thrice"), 1
+    ) for who in ("ours", "stock")}  # fmt: skip
+    rows = [{**head, "tensor_parallel": 1, "setting": "S", "traffic_requests": 9, "traffic_texts_equal": 8, **served}]
+    (tmp_path / "vllm.json").write_text(json.dumps({"gpu": "G", "rows": rows}))
+    assert "| S | 10 | 10 | 20.0 | 20.0 | 30.0 | 30.0 | 40.0 | 40.0 | 8 of 9 |" in report.vllm()
     parts = ("one", "replicated", "two", "logits", "topk", "merge_topk", "localize", "gather_q", "attention",
              "merge_attention")  # fmt: skip
     row = {"case": "b 8 h 128 context 9 topk 2", **{f"{part}_us": float(i) for i, part in enumerate(parts)}}
