@@ -110,6 +110,86 @@ def test_rows_of_dense_decode(harness, module):
             assert len(held) >= 15
 
 
+def test_rows_of_formats(harness, module):
+    """Within the ranges that targets name, each in one group that it is judged with."""
+    program, cases = module("formats"), module("cases")
+    for seed in range(3):
+        rng = random.Random(seed)
+        rows = [size for of in program.MEASURED for size in program.sizes(rng, of, False)]
+        names = [program.name_of(row) for row in rows]
+        assert len({*names}) == len(names)
+        for row in rows:
+            assert 1 <= row["b"] <= 264
+            assert 8 <= row["h"] <= 128
+            assert row["lengths"] == (row["extra_topk"] > 0)
+        names += [f"{work} {layout} tokens 9" for layout in program.MOVED for work in ("pack", "gather")]
+        for name in names:
+            assert sum(group.holds(name, cases.numbers(name)) for group in cases.FORMATS) == 1, name
+
+
+def on_cpu() -> Any:
+    """Within it torch takes "cuda" for "cpu"."""
+    torch = pytest.importorskip("torch")
+    overrides = importlib.import_module("torch.overrides")
+
+    class OnCpu(overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), settings=None):
+            if function is torch.Tensor.cuda:
+                return arguments[0]
+            settings = dict(settings or {})
+            return function(*arguments, **settings | ({"device": "cpu"} if settings.get("device") == "cuda" else {}))
+
+    return OnCpu()
+
+
+def run_formats(harness, module, monkeypatch, tmp_path, only: str) -> list[dict[str, Any]]:
+    """The rows of formats.py over small caches on the CPU, with ours in the place of the peer."""
+    program, inputs, cache_ops = module("formats"), module("inputs"), module("cache_ops")
+
+    def time_side_by_side(*candidates) -> list[float]:
+        for calls in candidates:
+            calls[0]()
+        return [2.0, 3.0, 5.0][: len(candidates)]
+
+    for changed, values in (
+        (program, {"flash_mla_peer": lambda: program.flash_mla, "peer_name": lambda: "peer", "PLACE": ("torch", -1),
+                   "TOKENS": 512, "LARGEST": 2, "PACKED": 256, "COMPARED": 128,
+                   "attended": program.attended.__wrapped__, "time_side_by_side": time_side_by_side}),
+        (inputs, {"PLACE": ("torch", -1)}), (cache_ops, {"time_side_by_side": time_side_by_side}),
+        (harness, {"environment": dict}),
+    ):  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setattr(changed, name, value)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["formats.py", "--quick", "--only", only])
+    with on_cpu():
+        program.main()
+    return json.loads((tmp_path / "formats.part.json").read_text())["rows"]
+
+
+def test_formats_beside_the_nearest_rows(harness, module, monkeypatch, tmp_path):
+    """Results are those of the unpacked rows in bf16; the ratio is to the peer where there is one."""
+    rows = run_formats(
+        harness, module, monkeypatch, tmp_path, "^v41_fp8.v41_fp4 h 8 |^(v32|plain)_.*fp[48] h 8 |pack v4_"
+    )
+    found = {row["format"]: row for row in rows}
+    assert [*found] == ["v41_fp8+v41_fp4", "v32_nope_fp8", "v32_nvfp4", "v4_nvfp4"]
+    for row in rows:
+        assert row["ratio"] == {"v32_nvfp4": 1.5, "v4_nvfp4": 1.5}.get(row["format"], 2.5)
+        assert row["max_abs_err"] < 0.01
+    assert found["v32_nope_fp8"]["near"] == "v32_fp8"
+    assert "peer" not in found["v32_nvfp4"]
+    assert found["v4_nvfp4"]["peer"] == "copy"
+
+
+def test_formats_that_are_read_wrongly_fail(harness, module, monkeypatch, tmp_path):
+    program = module("formats")
+    unpack = program.cupy_mla.unpack_rows
+    monkeypatch.setattr(program.cupy_mla, "unpack_rows", lambda *args, **more: 2 * unpack(*args, **more))
+    with pytest.raises(SystemExit, match=r"v32_nvfp4 h 8 .* differ"):
+        run_formats(harness, module, monkeypatch, tmp_path, "^v32_nvfp4 h 8 ")
+
+
 def test_floor_of_dense_decode(module):
     """Copying the rows, or multiplying them, whichever takes longer; rows that fit into L2 come from there."""
     floor = module("cases").dense_floor_us
@@ -717,6 +797,23 @@ def test_rows_of_engines_take_the_place_of_those_of_their_version_and_as_many_gp
         "commit": "c", "notes": {"a": "A"},
         "rows": [rows[0], rows[2], {"version": "0.22", "tensor_parallel": 2, "setting": "new", "commit": "c"}],
     }  # fmt: skip
+
+
+def test_readme_has_row_formats_once_there_is_a_record(module, monkeypatch, tmp_path):
+    report = module("report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.ROW_FORMATS not in report.readme()
+    rows = [{"case": f"v32_nvfp4 h 8 b {b} topk 512", "ratio": ratio} for b, ratio in ((1, 1.0), (2, 4.0))]
+    write_record(tmp_path / "h100", "formats", "NVIDIA H100 80GB HBM3", *rows)
+    _, _, formats = report.readme().partition(report.ROW_FORMATS)
+    assert "| V32_NVFP4, beside our V32_FP8 | H100 | 0123456 | 2 | 2.00 | 1.00 | 4.00 |" in formats
+
+
+def test_accuracy_of_rows_without_a_peer(module, monkeypatch, tmp_path):
+    report = module("report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    write_record(tmp_path, "accuracy", "NVIDIA H200", {"case": "rows as stored", "ours": 0.5, "ours_lse": 0.25})
+    assert "| rows as stored | H200 | 0123456 | 5.0e-01 |  | 2.5e-01 |  |" in report.accuracy_table()
 
 
 def test_docs_show_engines_and_several_gpus_once_there_are_records(module, monkeypatch, tmp_path):
