@@ -77,6 +77,7 @@ def test_steps_by_the_classes_of_the_wheel(rng_seed, version: str) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("steps of two layers and their indexer") == 3
     assert result.stdout.count("two ranks that share rows") == (2 if version == "0.33.0" else 0)
+    assert result.stdout.count("registered by") == (2 if version == "0.33.0" else 0)
 
 
 @pytest.mark.contracts
