@@ -402,7 +402,7 @@ def _attend(
         out = rows.attend(q, topk, self.scaling)
     else:
         out = _attend_cached(rows, past_key_values.schedule, q, topk, self.scaling)
-    heads = v_up_proj(out.view(requests * new, self.num_heads, self.kv_lora_rank).to(q.dtype), w_uv)
+    heads = v_up_proj(out.view(requests * new, self.num_heads, self.kv_lora_rank).to(w_uv.dtype), w_uv)
     return self.o_proj(heads.reshape(requests, new, -1)), topk
 
 
