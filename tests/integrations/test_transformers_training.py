@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,8 +51,10 @@ CONFIGS = {
 LENGTH = {"v32": 41, "glm": 41, "v4": 150}
 # ||ours - float32|| of a parameter's gradient, as parts of its norm and of that of all gradients: V4's hyperconnections
 # have scalars whose gradients are differences of large sums.
-BOUNDS = {("v32", "float32"): (0.02, 0.0), ("glm", "float32"): (0.025, 0.0), ("v4", "float32"): (0.04, 1e-3),
-          ("v32", "bfloat16"): (0.04, 0.0), ("glm", "bfloat16"): (0.045, 0.0), ("v4", "bfloat16"): (0.08, 4e-3)}  # fmt: skip
+BOUNDS = {
+    ("v32", "float32"): (0.02, 0.0), ("glm", "float32"): (0.025, 0.0), ("v4", "float32"): (0.04, 1e-3),
+    ("v32", "bfloat16"): (0.04, 0.0), ("glm", "bfloat16"): (0.045, 0.0), ("v4", "bfloat16"): (0.08, 4e-3),
+}  # fmt: skip
 # ||ours - float32|| / ||float32|| of an indexer's gradients: in the first layer, whose hidden states are the same, and
 # in others, where one of 1000 heads' scores has another sign and loses or gets its gradient.
 OF_INDEXER, OF_LATER_INDEXER = 0.03, 0.3
@@ -385,13 +388,12 @@ def new_cache(world: SimpleNamespace) -> Any:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_replay(name: str, device: str, rng: np.random.Generator) -> None:
-    """A pass attends to the rows that served passes chose, and to others that it is given; its indexers learn of them."""
+    """A pass attends to the rows that served passes chose, and to others that it is given; its indexers learn so."""
     world = world_of(name, device, rng, "bfloat16")
     cache, cuts = new_cache(world), [0, 7, 8, 30, 31, LENGTH[name]]
     with sparse_attention(world.model), recorded_rows(world.model) as rows, torch.no_grad():
         logits = [
-            world.model(world.tokens[:, a:b], past_key_values=cache, use_cache=True).logits
-            for a, b in zip(cuts, cuts[1:], strict=False)
+            world.model(world.tokens[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in pairwise(cuts)
         ]
     assert rows.keys() == indexers(world.model).keys()
     got = step(world, indexer_loss=0.1, chosen_rows=rows)
@@ -436,7 +438,7 @@ def test_weights_that_cannot_be_absorbed(v32: SimpleNamespace) -> None:
     adapter = torch.nn.Module()
     adapter.base, adapter.weight = attention.kv_b_proj, attention.kv_b_proj.weight
     attention.kv_b_proj = adapter
-    with sparse_attention(v32.model), pytest.raises(TypeError, match="kv_b_proj: expected torch.nn.Linear"):
+    with sparse_attention(v32.model), pytest.raises(TypeError, match=r"kv_b_proj: expected torch\.nn\.Linear"):
         v32.model(v32.tokens, use_cache=False)
 
 
