@@ -403,8 +403,32 @@ def test_replay(name: str, device: str, rng: np.random.Generator) -> None:
         trained = world.model(world.tokens, chosen_rows=rows, use_cache=False).logits
     assert relative(torch.cat(logits, 1), trained.float()) < (0.08 if name == "v4" else 0.02)
     others = {i: r.where(torch.arange(r.shape[-1], device=device) % 2 == 0, -1) for i, r in rows.items()}
-    assert not same(step(world, chosen_rows=others), got)
-    check(world, step(world, chosen_rows=others), exact_step(world), "bfloat16")
+    of_others = step(world, chosen_rows=others)
+    assert all(torch.equal(world.rows[i], r) for i, r in others.items())
+    check(world, of_others, exact_step(world), "bfloat16")
+    # What a token does not see is left out.
+    last = LENGTH[name] // 4 - 1 if name == "v4" else LENGTH[name] - 1
+    assert same(step(world, indexer_loss=0.1, chosen_rows={i: r.where(r >= 0, last) for i, r in rows.items()}), got)
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_are_those_of_a_server(name: str, side: str, device: str, rng: np.random.Generator) -> None:
+    """The first layer's indexer sees the same and chooses the same."""
+    if name == "v4" and side == "left":
+        pytest.skip("V4 has no padding before tokens")
+    world, named = world_of(name, device, rng, "bfloat16"), {}
+    if side == "left":
+        mask = torch.ones_like(world.tokens)
+        mask[1, :13] = 0
+        named = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    found = []
+    for cache in ({"past_key_values": new_cache(world)}, {"use_cache": False}):
+        with sparse_attention(world.model), recorded_rows(world.model) as rows, torch.no_grad():
+            world.model(world.tokens, **cache, **named)
+        found.append(rows[0])
+    assert (found[0].max(-1).values[:, -1] > TOPK).all(), "nothing was to be chosen"
+    assert torch.equal(*found)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------
