@@ -123,12 +123,20 @@ def check_dense(
     kind: NumPy, fmt: oracle.Format, q: np.ndarray, of: Requests, *, sink: np.ndarray | None = None,
     sm_scale: float | None = None, out_gaps: tuple[int, ...] | None = None, **more: Any,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Run `dense_decode` and compare it with the oracle; returns the results."""
-    out = None if out_gaps is None else Output(kind, (*q.shape[:3], 512), out_gaps, values_of(q))
-    given = {"layout": fmt.layout} | ({} if out is None else {"out": out.array})
-    got = run_dense(kind, q, of, sm_scale=sm_scale, sink=sink, **given, **more)
-    if out is not None:
-        out.check_gaps()
+    """Run `dense_decode` and compare it with the oracle; returns the results.
+
+    Args:
+        out_gaps: of a given `out`; it and a given `lse` then have guards round them.
+    """
+    given: dict[str, Output] = {}
+    if out_gaps is not None:
+        b, s_q, h_q, _ = q.shape
+        given["out"] = Output(kind, (b, s_q, h_q, 512), out_gaps, values_of(q), guards=1)
+        given["lse"] = Output(kind, (b, h_q, s_q), (0, *out_gaps[1:3][::-1]), np.dtype(np.float32), guards=1)
+    arrays = {name: result.array for name, result in given.items()}
+    got = run_dense(kind, q, of, sm_scale=sm_scale, sink=sink, layout=fmt.layout, **arrays, **more)
+    for result in given.values():
+        result.check_gaps()
     assert_dense(got, dense_oracle(fmt, q, of, sink, sm_scale))
     return got
 
