@@ -65,6 +65,12 @@ def test_a_call_again_with_other_lengths(kind, rng, division):
 
 
 @pytest.mark.long(sample=1)
+def test_calls_of_one_plan(kind, rng, force):
+    force(division="shares")
+    dense_hopper.calls_of_one_plan(kind, rng, 3, FP8_FORMATS[:2])
+
+
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("num_splits", [2, 3, 7])
 def test_equal_splits(kind, rng, num_splits):
     dense_hopper.some_requests(kind, rng, 5, 64, FP8_FORMATS, num_splits=num_splits)

@@ -14,7 +14,8 @@ from vllm.model_executor.layers.attention import mla_attention as common
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from ...backends.sparse_mla import SparseMLABackend
-from ...ops.dense import dense_decode
+from ...cuda.program import Plan
+from ...ops.dense import planned_dense_decode
 from .query import whole
 
 if TYPE_CHECKING:
@@ -83,9 +84,10 @@ class CupyMLADenseImpl(StockImpl):
             scales["k_scale"] = layer._k_scale
             if q.dtype == torch.float8_e4m3fn:
                 scales["q_scale"] = layer._q_scale
-        out, lse = dense_decode(
+        plan = vars(attn_metadata).setdefault("cupy_mla_plan", Plan())  # of all layers of a step
+        out, lse = planned_dense_decode(
             q.view(attn_metadata.num_decodes, -1, *q.shape[1:]), cache, decode.block_table, decode.seq_lens, self.scale,
-            **scales,
+            plan, **scales,
         )  # fmt: skip
         if not self.need_to_return_lse_for_decode:
             return out.flatten(0, 1), None
