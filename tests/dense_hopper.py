@@ -92,6 +92,14 @@ def blocks_that_are_not_there(kind: Any, rng: np.random.Generator, b: int, forma
     assert not out[[1, b - 1]].astype(np.float32).any()
 
 
+def lengths_that_differ_by_a_thousand(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
+    """One request is a thousand times as long as others, and some have no row."""
+    fmt, lens = formats[rng.integers(len(formats))], rng.integers(0, 3, b)
+    lens[rng.choice(b, 2, replace=False)] = 2, int(rng.integers(2000, 2200))
+    of = in_cache(rng, fmt, lens, int(rng.choice([1, 16, 64])), 2, some_view(rng))
+    check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, b, 2, 20), of), of, sink=sinks(rng, 20))
+
+
 def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
     """Nothing of a call stays from the one before: lengths are those that then lie in the arrays."""
     fmt = formats[rng.integers(len(formats))]
