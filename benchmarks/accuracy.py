@@ -1,9 +1,11 @@
-"""FP8 decode of V3.2 and bf16 prefill, ours and FlashMLA's, against float64 on the same (dequantized) rows.
+"""FP8 decode of V3.2 and bf16 prefill, ours and FlashMLA's, against float64 on the same (dequantized) rows; and our
+decode over every row format, against float64 on the rows as they are stored, and on those before quantization.
 
 python benchmarks/accuracy.py [--only REGEX]
 
 Prints ‖out - ref‖ / ‖ref‖ and the largest error of lse, side by side; of FP8 for scales as vLLM writes them (float32,
-which FlashMLA rounds to bf16) and powers of two. Writes accuracy.json: `ours`, `peer`, `ours_lse`, `peer_lse`.
+which FlashMLA rounds to bf16) and powers of two. Writes accuracy.json: `ours`, `peer`, `ours_lse`, `peer_lse`. Rows of
+formats have no peer.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from typing import Any
 
 import torch
 from harness import Options, Record, flash_mla_peer
-from inputs import normal, random_slots
+from inputs import PLACE, insert, normal, random_slots
 
 import cupy_mla
 from cupy_mla import flash_mla
-from cupy_mla.layouts import V32_FP8
+from cupy_mla.layouts import ATTENTION_LAYOUTS, EXTRA_OF, V32_FP8, Layout
 
 HEADS, TOPK, BATCH, BLOCK_SIZE, TOKENS = 128, 2048, 4, 64, 32768
 QUERY_TOKENS = 2
@@ -72,8 +74,8 @@ def dequantized(cache: torch.Tensor) -> torch.Tensor:
 
 def in_float64(q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out [b, s_q, h, 512] and lse [b, h, s_q] of float64 rows."""
-    chosen = rows[indices.long()]  # [b, s_q, topk, 576]
-    logits = torch.einsum("bshd,bstd->bsht", q.double(), chosen) * 576**-0.5
+    chosen = rows[indices.long()]  # [b, s_q, topk, d_qk]
+    logits = torch.einsum("bshd,bstd->bsht", q.double(), chosen) * q.shape[-1] ** -0.5
     lse = logits.logsumexp(-1)
     return torch.einsum("bsht,bstd->bshd", (logits - lse[..., None]).exp(), chosen[..., :512]), lse.transpose(1, 2)
 
@@ -105,6 +107,42 @@ def prefill_errors(peer: Any, factor: int) -> Iterator[tuple[float, float]]:
         yield distance((result[0], result[2]), (out[0], lse[0].T))
 
 
+FORMATS: dict[str, tuple[Layout, ...]] = {  # a layout, or those of a main and an extra cache
+    f"{layout.name} {layout.d_qk}": (layout,) for layout in ATTENTION_LAYOUTS if layout.quantized
+} | {f"{main.name} and {extra.name}": (main, extra) for main, extras in EXTRA_OF.items() for extra in extras}
+
+
+def format_errors(of: tuple[Layout, ...]) -> Iterator[tuple[float, float]]:
+    """`distance` of our decode over caches of these layouts: from the rows as they are stored, and from those before
+    quantization. Half of each list is of each cache."""
+    d_qk = of[0].d_qk
+    q, rows = (part[..., :d_qk].contiguous() for part in unit_normal())
+    caches, slots = [], torch.arange(TOKENS, device="cuda")
+    for layout in of:
+        caches.append(cupy_mla.empty_cache(layout, TOKENS // BLOCK_SIZE, BLOCK_SIZE, PLACE))
+        insert(layout, rows, caches[-1], slots)
+    lists = [random_slots(BATCH, QUERY_TOKENS, TOPK // len(of), slots=TOKENS) for _ in of]
+    extra = {"extra_k_cache": caches[1], "extra_indices": lists[1], "extra_layout": of[1].name} if of[1:] else {}
+    got = cupy_mla.sparse_decode(q, caches[0], lists[0], d_qk**-0.5, layout=of[0].name, **extra)
+    stored = [
+        cupy_mla.unpack_rows(kv_cache, slots, layout=layout.name) for kv_cache, layout in zip(caches, of, strict=True)
+    ]
+    places = torch.cat([indices + TOKENS * i for i, indices in enumerate(lists)], -1)
+    for seen in (stored, [rows] * len(of)):
+        yield distance(got, in_float64(q, torch.cat(seen).double(), places))
+
+
+def add_format_rows(record: Record, name: str, of: tuple[Layout, ...]) -> None:
+    """The two rows of a format, if they are wanted."""
+    cases = [f"{name}; {rows}" for rows in ("rows as stored", "rows before quantization")]
+    if not any(map(record.wants, cases)):
+        return
+    for case, (ours, lse) in zip(cases, format_errors(of), strict=True):
+        if not math.isfinite(ours + lse):
+            record.wrong.append(f"{case}: a result is not finite")
+        record.add_row({"case": case, "ours": ours, "ours_lse": lse}, f"{ours:9.1e} {'':9} {lse:9.1e}")
+
+
 def add_row(record: Record, case: str, errors: Callable[[], Iterable[tuple[float, float]]]) -> None:
     """The row of a case, if it is wanted."""
     if not record.wants(case):
@@ -125,6 +163,8 @@ def main() -> None:
             add_row(record, f"{name}; {scales}", partial(decode_errors, peer, make, scale_format))
     for factor in PREFILL_FACTORS:
         add_row(record, f"bf16 prefill, q {factor}x", partial(prefill_errors, peer, factor))
+    for name, of in FORMATS.items():
+        add_format_rows(record, name, of)
     print(record.write())
 
 

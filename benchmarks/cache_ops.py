@@ -9,7 +9,7 @@ packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -305,17 +305,21 @@ def error_of(case: Case) -> float:
     return max(largest_difference(a.cpu(), b) for a, b in zip(call(case), call(host), strict=True))
 
 
+def beside_copy(cases: Sequence[Case]) -> list[float]:
+    """Microseconds of an operation, each case an input set, and of copies of as many bytes."""
+    buffers = [torch.empty(2, case.moved // 2, device="cuda", dtype=torch.uint8) for case in cases]
+    ours = [lambda c=c: call(c) for c in cases]
+    copies = [lambda b=b: b[1].copy_(b[0]) for b in buffers]
+    return time_side_by_side(ours, copies)
+
+
 def measure(record: Record, make: Callable[[], Iterator[Case]]) -> None:
     """All cases of a kind, each on its own input sets, beside the copies of as many bytes."""
     for cases in zip(*(make() for _ in range(SETS)), strict=True):
         if not record.wants(cases[0].name):
             continue
         error = error_of(cases[0])
-        half = cases[0].moved // 2
-        buffers = [torch.empty(2, half, device="cuda", dtype=torch.uint8) for _ in range(SETS)]
-        ours = [lambda c=c: call(c) for c in cases]
-        copies = [lambda b=b: b[1].copy_(b[0]) for b in buffers]
-        record.add(cases[0].name, *time_side_by_side(ours, copies), error)
+        record.add(cases[0].name, *beside_copy(cases), error)
 
 
 def main() -> None:

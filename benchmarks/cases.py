@@ -207,6 +207,40 @@ DENSE_FP8 = [
     Group("dense decode, V32_FP8 against our bf16 where memory bounds", "dense_fp8", _beginning("v32_fp8 bytes"), 1.5),
     Group("dense decode, PLAIN_FP8, q in e4m3", "dense_fp8", _beginning("plain_fp8"), 1.2),
 ]
+TRAINING = [
+    Group(
+        "backward, 64 and 128 heads, beside the faster of cuDNN and TileLang", "training",
+        lambda case, n: case.startswith("backward") and n["h"] >= 64, 1.1, 0.9,
+    ),
+    Group(
+        "backward, 64 and 128 heads, from 16384 tokens on", "training",
+        lambda case, n: case.startswith("backward") and n["h"] >= 64 and n["s"] >= 16384, 1.3, 0.9,
+    ),
+    Group(
+        "backward, 8 to 32 heads, beside TileLang", "training",
+        lambda case, n: case.startswith("backward") and n["h"] <= 32, 1.5,
+    ),
+    Group("indexer's loss and gradients, beside the attention's backward", "training", _beginning("loss"), 0.67, 0.67),
+    Group("indexer's warm-up, beside the attention's backward", "training", _beginning("warm-up"), 0.67, 0.67),
+]  # fmt: skip
+
+
+FORMATS = [
+    Group(f"{title}, beside {beside}", "formats", _beginning(f"{name} h "), target, least)
+    for title, name, beside, target, least in (
+        ("V41_FP8", "v41_fp8", "FlashMLA's V4", 1.4, 1.1),
+        ("V41_FP8 and V41_FP4", "v41_fp8+v41_fp4", "FlashMLA's V4", 1.4, 1.1),
+        ("V41_FP8_SPLIT", "v41_fp8_split", "FlashMLA's V4", 1.4, 1.1),
+        ("V32_NOPE_FP8", "v32_nope_fp8", "FlashMLA's V32", 1.5, 1.2),
+        ("PLAIN_FP8 of 512", "plain_fp8_512", "our bf16", 1.4, 1.0),
+        ("PLAIN_FP8 of 576", "plain_fp8_576", "our bf16", None, 1.0),
+        ("V32_NVFP4", "v32_nvfp4", "our V32_FP8", 1.0, 0.9),
+        ("V4_NVFP4", "v4_nvfp4", "our V4_FP8", None, 0.9),
+    )
+] + [
+    Group("packing these rows, beside a copy of as many bytes", "formats", _beginning("pack"), 0.85, 0.85),
+    Group("gathering these rows, beside a copy of as many bytes", "formats", _beginning("gather"), 0.85, 0.85),
+]
 
 
 def of_group(group: Group, rows: Iterable[Row]) -> list[float]:

@@ -99,10 +99,14 @@ def flash_mla_peer() -> ModuleType:
     return peer
 
 
-def load_kernels(files: str) -> None:
-    """Compile and load the kernels of files in whose path a regular expression is found, so that no timed call does."""
+def load_kernels(which: str) -> None:
+    """Compile and load kernels, so that no timed call does.
+
+    Args:
+        which: a regular expression that is found in what is printed of them: file, then constants by name.
+    """
     capability = driver.gpu(0).capability
-    wanted = [kernel for kernel in all_kernels() if re.search(files, kernel.file) and kernel.suits(capability)]
+    wanted = [kernel for kernel in all_kernels() if re.search(which, repr(kernel)) and kernel.suits(capability)]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda kernel: kernel.load(0), wanted))
 
@@ -129,18 +133,23 @@ def time_side_by_side(*candidates: Sequence[Call]) -> list[float]:
 
 
 def replay_times(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int = REPEATS) -> list[float]:
-    """Microseconds of each graph, median over replays in turn, each time beginning with another graph.
+    """Microseconds of each graph, as `times_in_turn` has them."""
+    return times_in_turn([graph.replay for graph in graphs], repeats)
+
+
+def times_in_turn(calls: Sequence[Call], repeats: int = REPEATS) -> list[float]:
+    """Microseconds of the GPU of each call, median over calls in turn, each time beginning with another one.
 
     Which is first matters: the same kernel took up to 3 us more in the first place than in the third.
     """
-    times: list[list[float]] = [[] for _ in graphs]
+    times: list[list[float]] = [[] for _ in calls]
     for repeat in range(repeats + 2):
-        for turn in range(len(graphs)):
-            number = (repeat + turn) % len(graphs)
+        for turn in range(len(calls)):
+            number = (repeat + turn) % len(calls)
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(200_000)  # so that the host has queued all before the first kernel starts
             start.record()
-            graphs[number].replay()
+            calls[number]()
             stop.record()
             stop.synchronize()
             if repeat >= 2:
@@ -153,6 +162,22 @@ def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a.float() - b.float()).abs().max().item()
 
 
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Norm of the difference of two large results, relative."""
+    parts = [*zip(ours.split(1024), theirs.split(1024), strict=True)]
+    apart = sum((x.float() - y.float()).square().sum(dtype=torch.float64) for x, y in parts)
+    return float((apart / sum(y.float().square().sum(dtype=torch.float64) for _, y in parts)) ** 0.5)
+
+
+def peak_bytes(call: Callable[[], Sequence[torch.Tensor]]) -> int:
+    """Memory that a call takes beside its results, from torch; it was made before."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    return torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in results)
+
+
 class Options(NamedTuple):
     """What the command line of every benchmark takes."""
 
@@ -162,11 +187,15 @@ class Options(NamedTuple):
 
     @classmethod
     def parse(cls, description: str) -> Options:
+        return cls(**vars(cls.parser(description).parse_args()))
+
+    @classmethod
+    def parser(cls, description: str) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--quick", action="store_true", help="a few rows, or smaller ones")
         parser.add_argument("--only", metavar="REGEX", default="", help="the rows in whose name this is found")
         parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no row is begun")
-        return cls(**vars(parser.parse_args()))
+        return parser
 
 
 class Record:

@@ -20,11 +20,13 @@ from cases import (
     DECODE,
     DENSE,
     DENSE_FP8,
+    FORMATS,
     INDEXER,
     INDEXER_V41,
     PORTABLE,
     PREFILL,
     SMALL_PREFILL,
+    TRAINING,
     Group,
     Row,
     geometric_mean,
@@ -37,7 +39,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 GROUPS = [
-    *PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *DENSE_FP8, *CACHE_OPS, *PORTABLE, *INDEXER, *INDEXER_V41,
+    *PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *DENSE_FP8, *FORMATS, *CACHE_OPS, *PORTABLE, *INDEXER,
+    *INDEXER_V41, *TRAINING,
 ]  # fmt: skip
 NOT_MEASURED = "Not measured yet."
 KERNEL_ROWS = {
@@ -54,6 +57,11 @@ HEADLINES = (
     "indexer: decode selection, logits to slots",
     "portable kernels: FP8 decode V32, 64 and 128 heads",
 )  # titles of the groups that the README shows
+RATIO_HEAD = "work | card | commit | rows | geometric mean | least | most"
+ROW_FORMATS = (
+    "Rows that FlashMLA's sparse decode does not read on Hopper: ours, beside it over the nearest rows that it reads,\n"
+    "or beside ours over the nearest; packing and gathering beside a copy."
+)
 RATIOS_PLOT = "![ratio to the peer by kind of work](benchmarks/results/ratios.png)"
 PLOTS = {
     "sparse_decode": "![decode: time against batch, and the floor](../benchmarks/results/sparse_decode.png)",
@@ -71,6 +79,11 @@ ACCURACY = (
 HOST = (
     "Microseconds that a call keeps the host busy, without the time to free its results: the median of the quietest\n"
     "of many rounds. [Host time](host_time.md) says what they are made of."
+)
+TRAINING_TIMES = (
+    "Milliseconds of a backward of lists of 2048 entries, d_qk 576, beside each peer's, and TFLOP/s of whole lists.\n"
+    "TileLang is as Megatron-Core ships it, with 32 heads a CTA, and with 64. Loss and warm-up, with 64 heads of the\n"
+    "indexer and all gradients, are beside the backward of the attention over the same rows. Memory is beside results."
 )
 LONG_LIST = 4096  # entries of an index list, from which on its plots stand in a line of their own
 
@@ -128,7 +141,7 @@ def ratio_row(group: Group, folder: Path) -> list[str] | None:
 def ratio_table(groups: Iterable[Group]) -> str:
     """A row for each group and each GPU that has records of it."""
     rows = [row for group in groups for folder in folders() if (row := ratio_row(group, folder))]
-    return table("work | card | commit | rows | geometric mean | least | most", rows)
+    return table(RATIO_HEAD, rows)
 
 
 def headlines() -> list[Group]:
@@ -138,16 +151,25 @@ def headlines() -> list[Group]:
 
 
 def readme() -> str:
-    """Figures of the groups in HEADLINES on the first GPU, and a plot of all groups."""
-    rows = [row for group in headlines() if (row := ratio_row(group, RESULTS))]
-    return f"{table('work | card | commit | rows | geometric mean | least | most', rows)}\n\n{RATIOS_PLOT}"
+    """Figures of the groups in HEADLINES on the first GPU, a plot of all groups, and row formats."""
+    parts = [f"{group_table(headlines(), RESULTS)}\n\n{RATIOS_PLOT}"]
+    measured = next((folder for folder in folders() if load("formats", folder)["rows"]), None)
+    if measured:
+        parts += [ROW_FORMATS, group_table(FORMATS, measured)]
+    return "\n\n".join(parts)
+
+
+def group_table(groups: Iterable[Group], folder: Path) -> str:
+    """A row for each group that a GPU has records of."""
+    rows = [row for group in groups if (row := ratio_row(group, folder))]
+    return table(RATIO_HEAD, rows)
 
 
 def accuracy_table() -> str:
     """Distances to float64 on each GPU."""
     rows = [
         [row["case"], card(record), commit(record, [row])]
-        + [f"{row[name]:.1e}" for name in ("ours", "peer", "ours_lse", "peer_lse")]
+        + [field(row, name, ".1e") for name in ("ours", "peer", "ours_lse", "peer_lse")]
         for folder in folders()
         for record in [load("accuracy", folder)]
         for row in record["rows"]
@@ -171,6 +193,8 @@ def performance() -> str:
     parts = ["## Ratios", ratio_table(GROUPS)]
     parts += [text for record, text in PLOTS.items() if load(record)["rows"]]
     parts += [DENSE_PLOT.format(path.relative_to(ROOT).with_suffix(".png")) for path in dense_records()]
+    if lines := training():
+        parts += ["## Training", TRAINING_TIMES, filled(lines)]
     if load("accuracy")["rows"]:
         parts += ["## Accuracy", ACCURACY, accuracy_table()]
     if load("host_overhead")["rows"]:
@@ -180,6 +204,26 @@ def performance() -> str:
         parts += ["## Host time", HOST, host_table("call of known sizes", known)]
         parts.append(host_table("call of sizes never seen", new))
     return "\n\n".join(parts)
+
+
+def training() -> list[dict[str, str]]:
+    """Rows by column of the backward and the indexer's loss, on each GPU."""
+    times = {
+        "ours": "ours_us", "portable": "portable_us", "cuDNN": "cudnn_us", "TileLang": "tilelang_us",
+        "TileLang, 64": "tilelang_64_us", "backward": "peer_us",
+    }  # fmt: skip
+    lines = []
+    for folder in folders():
+        record = load("training", folder)
+        for row in record["rows"]:
+            shown = {name: key for name, key in times.items() if key in row}
+            if row["work"] == "backward":
+                del shown["backward"]
+            ms = {name: f"{row[shown[name]] / 1e3:.2f}" if name in shown else "" for name in times}
+            head = {"case": row["case"], "card": card(record), "commit": commit(record, [row])}
+            tail = {"best / ours": f"{row['ratio']:.2f}", "TFLOP/s": field(row, "tflops", ".0f")}
+            lines.append({**head, **ms, **tail, "memory, GB": field(row, "peak_gb", ".2f")})
+    return lines
 
 
 def absolute() -> str:
@@ -252,6 +296,9 @@ def vllm() -> str:
         timed = [vllm_speed(row) for row in rows if "tokens_per_s_ours" in row]
         if timed:
             parts.append(filled(timed))
+        served = [vllm_traffic(row) for row in rows if "traffic_requests" in row]
+        if served:
+            parts.append(filled(served))
     return "\n\n".join(parts) or NOT_MEASURED
 
 
@@ -303,6 +350,21 @@ def vllm_speed(row: Row) -> dict[str, str]:
         "vLLM's own": field(row, "gpu_us_stock", ".0f"),
         "vLLM's own / ours": f"{row['gpu_us_stock'] / row['gpu_us_ours']:.2f}" if "gpu_us_ours" in row else "",
     }
+
+
+def vllm_traffic(row: Row) -> dict[str, str]:
+    """What traffic took, as a row by columns."""
+    columns = {
+        "tokens a second": ("traffic_tokens_per_s", ",.0f"), "first token, ms": ("traffic_first_token_ms", ".1f"),
+        "longest step, ms": ("longest_step_ms", ".1f"), "texts the same three times": ("texts_equal_thrice", ""),
+    }  # fmt: skip
+    cells = {
+        f"{column}{who}": field(row, f"{key}_{engine}", kind)
+        for column, (key, kind) in columns.items()
+        for who, engine in ((", ours", "ours"), (", vLLM's", "stock"))
+    }
+    texts = f"{row['traffic_texts_equal']} of {row['traffic_requests']}"
+    return {"setting": row["setting"], **cells, "texts of ours that are vLLM's": texts}
 
 
 def context_parallel() -> str:

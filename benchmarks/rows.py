@@ -98,18 +98,18 @@ def decode_sets(
     return sets
 
 
-def decode_calls(module: Any, sets: list[Set]) -> list:
+def decode_calls(module: Any, sets: list[Set], **more: Any) -> list:
     """One call a set, all sharing one schedule, planned in the first."""
     meta, _ = module.get_mla_metadata()
-    return [lambda s=s: decode_call(module, meta, s) for s in sets]
+    return [lambda s=s: decode_call(module, meta, s, **more) for s in sets]
 
 
-def decode_call(module: Any, meta: Any, s: Set) -> Any:
-    """FlashMLA's decode, ours or its own, of an input set with a schedule."""
+def decode_call(module: Any, meta: Any, s: Set, **more: Any) -> Any:
+    """FlashMLA's decode, ours or its own, of an input set with a schedule; `more` are arguments that ours alone has."""
     return module.flash_mla_with_kvcache(
         s["q"], s["k_cache"], None, None, 512, meta, is_fp8_kvcache=s["k_cache"].dtype == torch.uint8,
         indices=s["indices"], topk_length=s.get("topk_length"), extra_k_cache=s.get("extra"),
-        extra_indices_in_kvcache=s.get("extra_indices"), extra_topk_length=s.get("extra_topk_length"),
+        extra_indices_in_kvcache=s.get("extra_indices"), extra_topk_length=s.get("extra_topk_length"), **more,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ python benchmarks/run.py [--quick] [--only PROGRAM ...] [--rows REGEX]
 
 FlashMLA is taken from the folder CUPY_MLA_PEER (default .peer), or from an installed flash_mla, vllm or sgl_kernel;
 each result is compared with its. DeepGEMM and vLLM's top-k are taken from CUPY_MLA_INDEXER_PEERS (see `indexer.py`).
+The peers of training are the packs in CUPY_MLA_PEER_BACKWARD (see `backward_peers.py`).
 Programs whose peer, or second GPU, is not found are left out. `vllm_engine.py` needs a pack of vLLM and is run by
 itself. Records go to benchmarks/results, or to $OUT where that is set; the README is rewritten when all rows of a
 program were measured and $OUT is not set. Exit status 1: a program failed, or a result was wrong.
@@ -27,9 +28,9 @@ from rich.table import Table
 
 FOLDER = Path(__file__).resolve().parent
 PROGRAMS = (
-    "sparse_prefill", "small_prefill", "sparse_decode", "decode_batches", "dense_decode", "dense_fp8", "accuracy",
-    "batch_invariant", "cache_ops", "portable", "thresholds", "host_overhead", "indexer", "indexer_v41",
-    "context_parallel",
+    "sparse_prefill", "small_prefill", "sparse_decode", "decode_batches", "dense_decode", "dense_fp8", "formats",
+    "accuracy", "batch_invariant", "cache_ops", "portable", "thresholds", "host_overhead", "indexer", "indexer_v41",
+    "context_parallel", "training",
 )  # fmt: skip
 DONE, FAILED, LEFT_OUT = "done", "[red]failed", "[yellow]left out: its peer, or a second GPU, was not found"
 

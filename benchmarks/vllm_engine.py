@@ -2,9 +2,8 @@
 
     python benchmarks/vllm_engine.py PACK [--tensor-parallel 2] [--limit SECONDS]
 
-PACK is the folder that `get_vllm.sh` made: vLLM 0.22.1 and what it needs, or the version of the wheel that VLLM_WHEEL
-names. Every engine runs in a process of its own; all start at the same time. While two of them are measured, the others
-are stopped:
+PACK is the folder that `get_vllm.sh` or `get_vllm_new.sh` made: a vLLM and what it needs. Every engine runs in a
+process of its own; all start at the same time. While two of them are measured, the others are stopped:
 
 - tokens: greedy continuations of prompts of 7 to 3000 tokens, compared one by one under the same text: where ours
   chooses another token than stock, that counts as one apart, and it goes on from stock's text. `gap_apart` is the
@@ -23,6 +22,11 @@ are stopped:
   `tokens_per_s_ratio`: ours to stock's in a pair, the median of all pairs; `_noise` its standard error.
 - `first_tokens_ms`: until every request has its first token, of prompts as long as the engine has not seen yet. The
   median of a few times, ours and stock in turn, on the fastest core.
+- traffic, of engines with a prefix cache, with speculation (ngram) or without: requests that come while others are
+  served, of which a part shares its beginning and another repeats itself, three times over. `traffic_tokens_per_s` and
+  `traffic_first_token_ms` (of a request, from when it came): the median of the three, of which each has the median of
+  its requests; `longest_step_ms`: of all three, so that what is compiled in service counts. `texts_equal_thrice`: of
+  so many requests the text was the same each time; `traffic_texts_equal`: the texts of ours that are stock's.
 - `gpu_us`: the time in a decode step in which the GPU works on kernels or copies. Launches that overlap count once.
 - with tensor parallelism no `gpu_us`, but `_one_gpu`: the tokens of the same engine on one GPU, which differ by
   roundings: each GPU's part of a sum becomes bfloat16, and with fewer heads other kernels are chosen.
@@ -73,6 +77,8 @@ SETTLED = 0.012  # seconds until the GPUs have ended what an engine asked for ah
 REQUESTS = (1, 16, 64)
 FIRST_TOKENS = {1: 8, 16: 4, 64: 2}  # how often first tokens are timed, by requests
 ALIKE = "bf16_sm90"
+TRAFFIC_REQUESTS, TRAFFIC_NEW_TOKENS, TRAFFIC_A_STEP, TRAFFIC_ROUNDS = 120, 24, 2, 3
+TRAFFIC_LENGTHS, TRAFFIC_SHARED = (20, 1500), 1024  # tokens of a prompt, and of the beginning of some
 MEASURING = 40  # seconds of the limit that starting leaves
 VARIANTS = ("stock", "ours", "float32")
 
@@ -84,6 +90,8 @@ class Setting(NamedTuple):
         mode: "graphs" (CUDA graphs of decodes), "compiled" (vLLM's default: torch.compile and all graphs) or "eager".
         place: CUPY_MLA_VLLM of the plug-in's process.
         speed: whether decode is timed.
+        traffic: whether a prefix cache is on and traffic is served, instead.
+        speculation: tokens that are guessed for each decode.
         two_gpus: whether it is measured with tensor parallelism, too.
     """
 
@@ -95,10 +103,13 @@ class Setting(NamedTuple):
     place: str = "custom"
     speed: bool = True
     two_gpus: bool = True
+    traffic: bool = False
+    speculation: int = 0
 
     def __str__(self) -> str:
         layers = "1 layer" if self.layers == 1 else f"{self.layers} layers"
-        return f"{self.cache} {self.heads} heads {layers} topk {self.topk} {self.mode}"
+        more = " prefix cache" * self.traffic + f" {self.speculation} guessed" * (self.speculation > 0)
+        return f"{self.cache} {self.heads} heads {layers} topk {self.topk} {self.mode}{more}"
 
     @property
     def model(self) -> str:
@@ -107,7 +118,12 @@ class Setting(NamedTuple):
     @property
     def compared(self) -> bool:
         """Whether tokens can be compared."""
-        return self.layers == 1
+        return self.layers == 1 and not self.traffic
+
+
+def serving(setting: Setting, speculation: int = 0) -> Setting:
+    """The same engine under traffic."""
+    return setting._replace(speed=False, two_gpus=False, traffic=True, speculation=speculation)
 
 
 SETTINGS = (
@@ -117,6 +133,10 @@ SETTINGS = (
     Setting("fp8", 64, 1, 512, "compiled", speed=False, two_gpus=False),
     Setting("fp8", 64, 16, 2048, "graphs", two_gpus=False),
     Setting("auto", 128, 16, 2048, "graphs", two_gpus=False),
+    serving(Setting("fp8", 64, 1, 512, "graphs")),
+    serving(Setting("fp8", 64, 1, 512, "graphs"), speculation=3),
+    serving(Setting("auto", 64, 1, 512, "graphs")),
+    serving(Setting("fp8", 64, 16, 2048, "graphs")),
 )
 
 
@@ -155,13 +175,16 @@ def start(setting: Setting, variant: str, model: str, tensor_parallel: int) -> A
     if setting.mode == "graphs":
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     eager = setting.mode == "eager" or variant in ("float32", "alike")
+    guessing: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": setting.speculation}
+    guessing |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     return LLM(
         model, skip_tokenizer_init=True, max_model_len=4096, max_num_batched_tokens=4096, max_num_seqs=64,
-        kv_cache_dtype=setting.cache, block_size=64, enable_prefix_caching=False, gpu_memory_utilization=0.04,
+        kv_cache_dtype=setting.cache, block_size=64, enable_prefix_caching=setting.traffic, gpu_memory_utilization=0.04,
         kv_cache_memory_bytes=setting.layers * KV_BYTES, enforce_eager=eager, seed=0, max_logprobs=2,
         tensor_parallel_size=tensor_parallel, disable_custom_all_reduce=tensor_parallel > 1,
         **({} if eager else {"compilation_config": graphs}),
         **({"attention_backend": "CUSTOM"} if selected else {}),
+        **({"speculative_config": guessing} if setting.speculation else {}),
     )  # fmt: skip
 
 
@@ -256,6 +279,70 @@ def first_tokens(engine: Any, requests: int, length: int, core: int | None) -> f
         while llm.has_unfinished_requests():
             llm.step()
         return time.perf_counter() - began
+
+
+class Traffic(NamedTuple):
+    """What serving the requests of `traffic` took.
+
+    Attributes:
+        seconds: of all.
+        first_token: seconds from when a request came to its first token, the median.
+        longest_step: seconds.
+        texts: of each request.
+    """
+
+    seconds: float
+    first_token: float
+    longest_step: float
+    texts: list[list[int]]
+
+
+def traffic_prompts() -> list[list[int]]:
+    """Of four prompts one begins as others do, and one says the same again and again."""
+    import numpy as np
+
+    rng = np.random.default_rng(11)
+    (shared,) = prompts_of([TRAFFIC_SHARED])
+    prompts = []
+    for i, length in enumerate(rng.integers(*TRAFFIC_LENGTHS, TRAFFIC_REQUESTS)):
+        prompt = rng.integers(2, VOCABULARY, length).tolist()
+        prompts.append([shared + prompt, prompt, (prompt[:20] * length)[:length], prompt][i % 4])
+    return prompts
+
+
+def traffic(engine: Any, core: int | None) -> Traffic:
+    """Serve requests of which a few come with each step, from an empty prefix cache on."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    llm, waiting = engine.llm_engine, [*enumerate(traffic_prompts())][::-1]
+    params = SamplingParams(
+        temperature=0, max_tokens=TRAFFIC_NEW_TOKENS, ignore_eos=True, detokenize=False,
+        output_kind=RequestOutputKind.CUMULATIVE,
+    )  # fmt: skip
+    assert llm.reset_prefix_cache()
+    came: dict[str, float] = {}
+    first: dict[str, float] = {}
+    texts: dict[str, list[int]] = {}
+    steps, run = [], next(NUMBERS)
+    with on_core(core):
+        began = time.perf_counter()
+        while waiting or llm.has_unfinished_requests():
+            for _ in range(min(TRAFFIC_A_STEP, len(waiting))):
+                number, prompt = waiting.pop()
+                name = f"traffic {run} {number:04}"
+                came[name] = time.perf_counter()
+                llm.add_request(name, {"type": "token", "prompt_token_ids": prompt}, params)
+            start = time.perf_counter()
+            answers = llm.step()
+            now = time.perf_counter()
+            steps.append(now - start)
+            for answer in answers:
+                if answer.outputs[0].token_ids:
+                    first.setdefault(answer.request_id, now - came[answer.request_id])
+                    texts[answer.request_id] = list(answer.outputs[0].token_ids)
+        seconds = time.perf_counter() - began
+    return Traffic(seconds, statistics.median(first.values()), max(steps), [texts[name] for name in sorted(texts)])
 
 
 @contextlib.contextmanager
@@ -369,6 +456,7 @@ def alone_of(launches: Iterable[tuple[str, float, float]]) -> dict[str, float]:
 QUESTIONS = {
     "continuations": continuations, "prompt_logprobs": prompt_logprobs, "kernels": kernels,
     "first_tokens": first_tokens, "serve_requests": serve_requests, "block": block, "end_requests": end_requests,
+    "traffic": traffic,
 }  # fmt: skip
 
 
@@ -649,6 +737,30 @@ def speeds(requests: int, blocks: dict[str, list[Block]]) -> Row:
     }
 
 
+def compare_traffic(pair: dict[str, Engine], rows: list[Row]) -> None:
+    """Add to a setting's row what traffic took, ours and stock in turn."""
+    (row,) = rows
+    served: dict[str, list[Traffic]] = {name: [] for name in pair}
+    for turn in range(TRAFFIC_ROUNDS):
+        for name in reversed(pair) if turn % 2 else pair:
+            served[name].append(pair[name].ask("traffic", fastest_cores(1)[0]))
+    row |= traffic_fields(served)
+
+
+def traffic_fields(served: dict[str, list[Traffic]]) -> Row:
+    """A row's fields of rounds of traffic, ours and stock's."""
+    row: Row = {"traffic_requests": len(served["ours"][0].texts)}
+    for name, rounds in served.items():
+        tokens = sum(map(len, rounds[0].texts))
+        row[f"traffic_tokens_per_s_{name}"] = round(tokens / statistics.median(one.seconds for one in rounds), 1)
+        row[f"traffic_first_token_ms_{name}"] = round(1e3 * statistics.median(one.first_token for one in rounds), 1)
+        row[f"longest_step_ms_{name}"] = round(1e3 * max(one.longest_step for one in rounds), 1)
+        texts = zip(*(one.texts for one in rounds), strict=True)
+        row[f"texts_equal_thrice_{name}"] = sum(all(text == others[0] for text in others) for others in texts)
+    ours, stock = (served[name][0].texts for name in ("ours", "stock"))
+    return row | {"traffic_texts_equal": sum(a == b for a, b in zip(ours, stock, strict=True))}
+
+
 def compare_kernels(engines: dict[str, Engine], requests: int, heading: str, file: Path) -> dict[str, float]:
     """The GPU's time of a decode step; each kernel's goes into the file."""
     row = {}
@@ -677,6 +789,8 @@ def shown(row: dict[str, Any]) -> str:
     for name, short in (
         ("logprob_error", "logp"), ("logprob_error_within_topk", "within topk"), ("tokens_per_s", "t/s"),
         ("loop_us", "loop"), ("first_tokens_ms", "first"), ("gpu_us", "gpu"), ("start_s", "start"),
+        ("traffic_tokens_per_s", "traffic t/s"), ("traffic_first_token_ms", "first token"),
+        ("longest_step_ms", "longest step"), ("texts_equal_thrice", "texts thrice"),
     ):  # fmt: skip
         if f"{name}_ours" in row:
             parts.append(f"{short} {row[f'{name}_ours']}:{row[f'{name}_stock']}")
@@ -720,14 +834,14 @@ def restore_caches(pack: Path) -> None:
     os.environ |= {name: str(folder / value) for name, value in names.items()}
 
 
-def keep(out: Path) -> None:
-    """The caches, and one archive of the engines' logs."""
+def keep(out: Path, here: Path) -> None:
+    """The caches, and one archive of the engines' logs, which are here."""
     folder = Path(os.environ["ENGINE_CACHES"])
     shutil.rmtree(folder / "vllm" / "torch_compile_cache", ignore_errors=True)  # of models in this run's own folder
     shutil.make_archive(str(out / "caches"), "xztar", folder)
-    logs = folder.parent / "logs"
+    logs = here / "logs"
     logs.mkdir()
-    for log in (*folder.parent.glob("*.log"), *folder.parent.glob("kernels.txt")):
+    for log in (*here.glob("*.log"), *here.glob("kernels.txt")):
         shutil.copy(log, logs)
     shutil.make_archive(str(out / "logs"), "xztar", logs)
 
@@ -764,9 +878,12 @@ def measure_all(
     print(f"{deadline - time.monotonic():.0f} s left behind the results", flush=True)
     for setting in rows:
         pair = {name: of[setting][name] for name in ("ours", "stock")}
-        if setting.speed and rows[setting]:
+        if rows[setting] and (setting.speed or setting.traffic):
             with alone(list(engines.values()), list(pair.values())):
-                attempt(compare_speeds, setting, setting, pair, deadline, gpus)
+                if setting.traffic:
+                    attempt(compare_traffic, setting, pair)
+                else:
+                    attempt(compare_speeds, setting, setting, pair, deadline, gpus)
         print(*map(shown, rows[setting]), sep="\n", flush=True)
     print(f"{deadline - time.monotonic():.0f} s left behind decode", flush=True)
     for setting in rows if profiles is not None else ():
@@ -783,11 +900,11 @@ def main() -> None:
     parser.add_argument("pack", type=Path, help="the folder that get_vllm.sh made")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that an engine is divided over")
     parser.add_argument("--limit", type=float, default=130, help="seconds after which nothing more is begun")
-    parser.add_argument("--only", default="", help="settings whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="settings whose name contains one of these")
     options = parser.parse_args()
     deadline = time.monotonic() + options.limit
     folder = Path(tempfile.mkdtemp(prefix="vllm_engine"))
-    os.environ["ENGINE_CACHES"] = str(folder / "caches")
+    os.environ.setdefault("ENGINE_CACHES", str(folder / "caches"))
     out = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))
     restore_caches(options.pack)
     prepare(options.pack, folder)
@@ -796,7 +913,7 @@ def main() -> None:
     import tiny_v32  # type: ignore[import-not-found]
 
     several = options.tensor_parallel > 1
-    settings = [s for s in SETTINGS if options.only in str(s) and (s.two_gpus or not several)]
+    settings = [s for s in SETTINGS if any(part in str(s) for part in options.only) and (s.two_gpus or not several)]
 
     def write_model(s: Setting) -> None:
         tiny_v32.write(folder / s.model, heads=s.heads, topk=s.topk, layers=s.layers)
@@ -839,7 +956,7 @@ def main() -> None:
         stop(list(engines.values()))
     write(out, version("vllm"), options.tensor_parallel, [row for of in rows.values() for row in of])
     if "OUT" in os.environ:
-        keep(out)
+        keep(out, folder)
     print(f"done after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
 
 

@@ -7,26 +7,33 @@ is rounded to bfloat16 as vLLM takes it. So what either side's logits choose oth
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 
-from cupy_mla.integrations.vllm import indexer
-from cupy_mla.integrations.vllm.sparse_mla import CupyMLASparseBackend, CupyMLASparseBuilder, CupyMLASparseImpl
+from cupy_mla.integrations import vllm as plugin
+from cupy_mla.integrations.contract import sources
 from cupy_mla.ops.indices import convert_req_index_to_global_index
 
+ADAPTER = plugin.adapter(sources("vllm"))
+adapter: Any = importlib.import_module(f"{plugin.__name__}.{ADAPTER}")
+indexer: Any = importlib.import_module(
+    f"{plugin.__name__}.{'indexer_common' if ADAPTER == 'sparse_mla_common' else 'indexer'}"
+)
 TOKENS = 32  # at a time, so that their rows fit
 INDEXED_TOKENS = 128  # at a time, so that their scores fit
 
 
-class Float32Builder(CupyMLASparseBuilder):
+class Float32Builder(adapter.CupyMLASparseBuilder):  # type: ignore[misc]
     """Attention takes index lists in every step."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        return self.build_lists(common_prefix_len, common_attn_metadata, fast_build)
+        lists = self._stock_build if ADAPTER == "sparse_mla_common" else self.build_lists
+        return lists(common_prefix_len, common_attn_metadata, fast_build)
 
 
-class Float32Backend(CupyMLASparseBackend):
+class Float32Backend(adapter.CupyMLASparseBackend):  # type: ignore[misc]
     @staticmethod
     def get_builder_cls() -> type[Float32Builder]:
         return Float32Builder
@@ -36,31 +43,41 @@ class Float32Backend(CupyMLASparseBackend):
         return Float32Impl
 
 
-class Float32Impl(CupyMLASparseImpl):
+class Float32Impl(adapter.CupyMLASparseImpl):  # type: ignore[misc]
+    """Prefills of at most topk tokens have no attention of their own; nothing is compiled ahead."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         indexer.select_rows, indexer.select_rows_paged = select_rows, select_rows_paged  # of this process
-        indexer.taking_slots.clear()
+        if ADAPTER == "sparse_mla_common":
+            self.supports_dense_mha_prefill = False
+        else:
+            indexer.taking_slots.clear()
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
-        if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
+        q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         slots = convert_req_index_to_global_index(
-            attn_metadata.req_id_per_token, attn_metadata.block_table, self.topk_indices_buffer[: len(q)],
+            attn_metadata.req_id_per_token[: len(q)], attn_metadata.block_table, self.topk_indices_buffer[: len(q)],
             attn_metadata.block_size,
         )  # fmt: skip
+        scale = self.scale if ADAPTER == "sparse_mla_common" else self.softmax_scale
         parts = [
-            self._attend(q[i : i + TOKENS].float(), kv_c_and_k_pe_cache, slots[i : i + TOKENS])
+            attend(q[i : i + TOKENS].float(), kv_c_and_k_pe_cache, slots[i : i + TOKENS], scale)
             for i in range(0, len(q), TOKENS)
         ]
         return torch.cat(parts).to(torch.bfloat16), None
 
-    def _attend(self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        rows = numbers(cache.view(-1, cache.shape[-1])[slots.clamp(min=0).long()])  # [T, k, 576]
-        scores = self.softmax_scale * torch.einsum("thd,tkd->thk", q, rows)
-        scores.masked_fill_(slots[:, None] < 0, -torch.inf)
-        weights = scores.softmax(-1).nan_to_num(0)  # a token without rows
-        return torch.einsum("thk,tkd->thd", weights, rows[..., :512])
+
+def attend(q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention [T, h, 512] of queries [T, h, 576] over the rows at slots [T, k] of a cache [blocks, size, row]."""
+    at, size = slots.clamp(min=0).long(), cache.shape[1]
+    rows = numbers(cache[at // size, at % size])  # [T, k, 576]; blocks may have gaps between them
+    scores = scale * torch.einsum("thd,tkd->thk", q, rows)
+    scores.masked_fill_(slots[:, None] < 0, -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0)  # a token without rows
+    return torch.einsum("thk,tkd->thd", weights, rows[..., :512])
 
 
 def numbers(rows: torch.Tensor) -> torch.Tensor:

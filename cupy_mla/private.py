@@ -68,9 +68,12 @@ def public_torch_stream_reader(device: int) -> Callable[[], int]:
 def torch_guards(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     """Tells whether tensors have the classes, dtypes, devices, shapes and strides of these, and want gradients as they.
 
-    These are the guards of torch.compile, which compare all in one call. None where this torch has them no more, or a
-    tensor has no sizes or strides, as nested and sparse ones; the public way is to read and compare each.
+    These are the guards of torch.compile, which compare all in one call. None where this torch has them no more, a
+    tensor has no sizes or strides, as nested and sparse ones, or one comes twice, which the guards never let pass; the
+    public way is to read and compare each.
     """
+    if len({*map(id, tensors)}) < len(tensors):
+        return None
     try:
         guards = sys.modules["torch"]._C._dynamo.guards.TensorGuards
         sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]

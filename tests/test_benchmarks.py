@@ -110,6 +110,86 @@ def test_rows_of_dense_decode(harness, module):
             assert len(held) >= 15
 
 
+def test_rows_of_formats(harness, module):
+    """Within the ranges that targets name, each in one group that it is judged with."""
+    program, cases = module("formats"), module("cases")
+    for seed in range(3):
+        rng = random.Random(seed)
+        rows = [size for of in program.MEASURED for size in program.sizes(rng, of, False)]
+        names = [program.name_of(row) for row in rows]
+        assert len({*names}) == len(names)
+        for row in rows:
+            assert 1 <= row["b"] <= 264
+            assert 8 <= row["h"] <= 128
+            assert row["lengths"] == (row["extra_topk"] > 0)
+        names += [f"{work} {layout} tokens 9" for layout in program.MOVED for work in ("pack", "gather")]
+        for name in names:
+            assert sum(group.holds(name, cases.numbers(name)) for group in cases.FORMATS) == 1, name
+
+
+def on_cpu() -> Any:
+    """Within it torch takes "cuda" for "cpu"."""
+    torch = pytest.importorskip("torch")
+    overrides = importlib.import_module("torch.overrides")
+
+    class OnCpu(overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), settings=None):
+            if function is torch.Tensor.cuda:
+                return arguments[0]
+            settings = dict(settings or {})
+            return function(*arguments, **settings | ({"device": "cpu"} if settings.get("device") == "cuda" else {}))
+
+    return OnCpu()
+
+
+def run_formats(harness, module, monkeypatch, tmp_path, only: str) -> list[dict[str, Any]]:
+    """The rows of formats.py over small caches on the CPU, with ours in the place of the peer."""
+    program, inputs, cache_ops = module("formats"), module("inputs"), module("cache_ops")
+
+    def time_side_by_side(*candidates) -> list[float]:
+        for calls in candidates:
+            calls[0]()
+        return [2.0, 3.0, 5.0][: len(candidates)]
+
+    for changed, values in (
+        (program, {"flash_mla_peer": lambda: program.flash_mla, "peer_name": lambda: "peer", "PLACE": ("torch", -1),
+                   "TOKENS": 512, "LARGEST": 2, "PACKED": 256, "COMPARED": 128,
+                   "attended": program.attended.__wrapped__, "time_side_by_side": time_side_by_side}),
+        (inputs, {"PLACE": ("torch", -1)}), (cache_ops, {"time_side_by_side": time_side_by_side}),
+        (harness, {"environment": dict}),
+    ):  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setattr(changed, name, value)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["formats.py", "--quick", "--only", only])
+    with on_cpu():
+        program.main()
+    return json.loads((tmp_path / "formats.part.json").read_text())["rows"]
+
+
+def test_formats_beside_the_nearest_rows(harness, module, monkeypatch, tmp_path):
+    """Results are those of the unpacked rows in bf16; the ratio is to the peer where there is one."""
+    rows = run_formats(
+        harness, module, monkeypatch, tmp_path, "^v41_fp8.v41_fp4 h 8 |^(v32|plain)_.*fp[48] h 8 |pack v4_"
+    )
+    found = {row["format"]: row for row in rows}
+    assert [*found] == ["v41_fp8+v41_fp4", "v32_nope_fp8", "v32_nvfp4", "v4_nvfp4"]
+    for row in rows:
+        assert row["ratio"] == {"v32_nvfp4": 1.5, "v4_nvfp4": 1.5}.get(row["format"], 2.5)
+        assert row["max_abs_err"] < 0.01
+    assert found["v32_nope_fp8"]["near"] == "v32_fp8"
+    assert "peer" not in found["v32_nvfp4"]
+    assert found["v4_nvfp4"]["peer"] == "copy"
+
+
+def test_formats_that_are_read_wrongly_fail(harness, module, monkeypatch, tmp_path):
+    program = module("formats")
+    unpack = program.cupy_mla.unpack_rows
+    monkeypatch.setattr(program.cupy_mla, "unpack_rows", lambda *args, **more: 2 * unpack(*args, **more))
+    with pytest.raises(SystemExit, match=r"v32_nvfp4 h 8 .* differ"):
+        run_formats(harness, module, monkeypatch, tmp_path, "^v32_nvfp4 h 8 ")
+
+
 def test_floor_of_dense_decode(module):
     """Copying the rows, or multiplying them, whichever takes longer; rows that fit into L2 come from there."""
     floor = module("cases").dense_floor_us
@@ -578,6 +658,70 @@ def test_speed_is_of_pairs_around_which_the_machine_was_fastest(module):
     }  # fmt: skip
 
 
+def test_traffic_is_of_three_rounds(module):
+    """A text counts where it is the same in all; the longest step is that of any round."""
+    program = module("vllm_engine")
+    texts = [[1, 2], [3, 4]], [[1, 2], [3, 5]], [[1, 2], [3, 4]]
+    ours = [program.Traffic(s, 0.01 * s, 0.1 * s, texts[0]) for s in (1.0, 4.0, 2.0)]
+    stock = [program.Traffic(s, 0.02 * s, 0.2 * s, text) for s, text in zip((3.0, 1.0, 8.0), texts[::-1], strict=True)]
+    assert program.traffic_fields({"ours": ours, "stock": [stock[1], stock[0], stock[2]]}) == {
+        "traffic_requests": 2, "traffic_tokens_per_s_ours": 2.0, "traffic_tokens_per_s_stock": 1.3,
+        "traffic_first_token_ms_ours": 20.0, "traffic_first_token_ms_stock": 60.0, "longest_step_ms_ours": 400.0,
+        "longest_step_ms_stock": 1600.0, "texts_equal_thrice_ours": 2, "texts_equal_thrice_stock": 1,
+        "traffic_texts_equal": 1,
+    }  # fmt: skip
+
+
+class Serving:
+    """An engine that answers each request with a token a step, two steps after it came, and takes its time."""
+
+    def __init__(self):
+        self.llm_engine, self.live, self.added, self.resets = self, {}, [], 0
+
+    def reset_prefix_cache(self):
+        self.resets += 1
+        return not self.live
+
+    def has_unfinished_requests(self):
+        return bool(self.live)
+
+    def add_request(self, name, prompt, params):
+        assert name not in self.live
+        self.live[name] = 0
+        self.added.append(prompt["prompt_token_ids"])
+
+    def step(self):
+        answers = []
+        for name in list(self.live):
+            self.live[name] += 1
+            tokens = range(self.live[name] - 1)
+            answers.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=tokens)]))
+            if self.live[name] == 4:
+                del self.live[name]
+        return answers
+
+
+def test_traffic(module, monkeypatch):
+    """Requests come a few a step, share beginnings or repeat themselves, and start from an empty cache."""
+    program = module("vllm_engine")
+    params = SimpleNamespace(SamplingParams=SimpleNamespace)
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(CUMULATIVE=0))
+    monkeypatch.setitem(sys.modules, "vllm", params)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    engine = Serving()
+    first, again = program.traffic(engine, None), program.traffic(engine, None)
+    assert engine.resets == 2
+    assert first.texts == again.texts == [[0, 1, 2]] * len(first.texts)
+    assert 0 < first.first_token <= first.seconds
+    assert 0 < first.longest_step <= first.seconds
+    prompts, others = engine.added[: len(first.texts)], engine.added[len(first.texts) :]
+    assert prompts == others
+    assert len({tuple(prompt[:1024]) for prompt in prompts[::4]}) == 1
+    assert len({tuple(prompt[:20]) for prompt in prompts[1:]}) > len(prompts) / 2
+    assert all(prompt[:20] == prompt[20:40] for prompt in prompts[2::4] if len(prompt) >= 40)
+    assert max(map(len, prompts)) + 24 < 4096
+
+
 def test_engines_of_several_gpus_get_cores_that_leave_one_another_fast(module, monkeypatch):
     """Here 0 and 1 are threads of one physical core, and so on; a busy thread makes both slow."""
     program = module("vllm_engine")
@@ -655,6 +799,23 @@ def test_rows_of_engines_take_the_place_of_those_of_their_version_and_as_many_gp
     }  # fmt: skip
 
 
+def test_readme_has_row_formats_once_there_is_a_record(module, monkeypatch, tmp_path):
+    report = module("report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.ROW_FORMATS not in report.readme()
+    rows = [{"case": f"v32_nvfp4 h 8 b {b} topk 512", "ratio": ratio} for b, ratio in ((1, 1.0), (2, 4.0))]
+    write_record(tmp_path / "h100", "formats", "NVIDIA H100 80GB HBM3", *rows)
+    _, _, formats = report.readme().partition(report.ROW_FORMATS)
+    assert "| V32_NVFP4, beside our V32_FP8 | H100 | 0123456 | 2 | 2.00 | 1.00 | 4.00 |" in formats
+
+
+def test_accuracy_of_rows_without_a_peer(module, monkeypatch, tmp_path):
+    report = module("report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    write_record(tmp_path, "accuracy", "NVIDIA H200", {"case": "rows as stored", "ours": 0.5, "ours_lse": 0.25})
+    assert "| rows as stored | H200 | 0123456 | 5.0e-01 |  | 2.5e-01 |  |" in report.accuracy_table()
+
+
 def test_docs_show_engines_and_several_gpus_once_there_are_records(module, monkeypatch, tmp_path):
     report = module("report")
     monkeypatch.setattr(report, "RESULTS", tmp_path)
@@ -677,6 +838,12 @@ def test_docs_show_engines_and_several_gpus_once_there_are_records(module, monke
     assert "| fp8 | 191 of 192 | 0.0625 | 190 | 189 |\n" in two
     speeds = "| 3,000 (2,995 to 3,005) | 2,000 (1,995 to 2,005) | 1.50 | 1.460 ± 0.010 | 170 and 180 | 40 | 50 | 1.25 |"
     assert f"| fp8, 16 requests {speeds}" in two
+    served = {f"{name}_{who}": 10.0 * i for i, name in enumerate(
+        ("traffic_tokens_per_s", "traffic_first_token_ms", "longest_step_ms", "texts_equal_thrice"), 1
+    ) for who in ("ours", "stock")}  # fmt: skip
+    rows = [{**head, "tensor_parallel": 1, "setting": "S", "traffic_requests": 9, "traffic_texts_equal": 8, **served}]
+    (tmp_path / "vllm.json").write_text(json.dumps({"gpu": "G", "rows": rows}))
+    assert "| S | 10 | 10 | 20.0 | 20.0 | 30.0 | 30.0 | 40.0 | 40.0 | 8 of 9 |" in report.vllm()
     parts = ("one", "replicated", "two", "logits", "topk", "merge_topk", "localize", "gather_q", "attention",
              "merge_attention")  # fmt: skip
     row = {"case": "b 8 h 128 context 9 topk 2", **{f"{part}_us": float(i) for i, part in enumerate(parts)}}

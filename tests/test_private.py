@@ -98,6 +98,12 @@ def test_torchs_guards_compare_tensors(torch):
         assert not like(*other), what
 
 
+def test_a_tensor_that_comes_twice_has_no_guards(torch):
+    tensor, other = torch.zeros(4), torch.zeros(4)
+    like = private.torch_guards([tensor, tensor])
+    assert like is None or like(other, other)
+
+
 def test_without_torchs_guards_there_are_none(torch, monkeypatch):
     monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     assert private.torch_guards([torch.zeros(1)]) is None

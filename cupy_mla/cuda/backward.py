@@ -35,7 +35,7 @@ SINKS = Struct(
     "BackwardSinksParams", terms=POINTER, out=POINTER, out_stride=INT64, queries=INT32, heads=INT32
 )  # fmt: skip
 
-RANGE_ROWS = 16  # whose gradients a CTA adds up
+RANGE_ROWS = 8  # whose gradients a CTA adds up
 WIDTHS = (576, 512)
 HEADS_SM90, LEAST_HEADS_SM90 = 64, 33  # of a CTA of `backward_sm90`; of a call that it is for
 

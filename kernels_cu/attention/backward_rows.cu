@@ -2,20 +2,22 @@
 // the gradients of the indexer's loss.
 //
 //   grid   x range of RANGE_ROWS rows
-//   CTA    threads that own eight columns each; their sums are float32 in shared memory, RANGE_ROWS rows
+//   CTA    a warp a row, whose lanes own D_QK / 32 columns each; their sums are float32 in registers
 //
 // For THREADS queries at a time, each thread finds where its query's list enters the range and leaves it. The
 // contributions to the range that they have together, in the order of the queries, are listed in shared memory, LISTED
-// at a time; then all threads add them one after the other, with the loads of AT_ONCE under way. So a sum is always taken
-// in the same order, wherever a chunk begins.
+// at a time. Each warp picks those to its row from the list and adds them one after the other, with the loads of AT_ONCE
+// under way. So a sum is always taken in the same order, wherever a chunk begins.
 //
 // Columns of contributions lie as contributions.cuh says.
 #include "ptx/convert.cuh"
 #include "tile/contributions.cuh"
 #include "tile/warp.cuh"
 
-constexpr int OWNERS = D_QK / 8, WARPS = ceil_div(OWNERS, 32), THREADS = 32 * WARPS;
-constexpr int LISTED = 256, AT_ONCE = D_QK < 512 ? 16 : 8;
+constexpr int THREADS = 32 * RANGE_ROWS, LISTED = 1024, AT_ONCE = 4;
+constexpr int VECTORS = D_QK / 256, REST = D_QK % 256 / 32;  // a lane's values: eight a vector, and what is left
+constexpr int VALUES = 8 * VECTORS + REST;
+static_assert(REST == 0 || REST == 2 || REST == 4, "");
 
 // cupy_mla/cuda/row_sums.py declares the same fields.
 struct BackwardRowsParams {
@@ -33,39 +35,57 @@ struct BackwardRowsParams {
 struct Item {
     int contribution, row;
 };
+__shared__ Item items[LISTED];
+__shared__ int warp_sums[RANGE_ROWS];
 
-constexpr int SUMS_BYTES = RANGE_ROWS * D_QK * 4;
-constexpr int SHARED_BYTES = SUMS_BYTES + LISTED * int(sizeof(Item));
-extern __shared__ __align__(16) uint8_t shared[];
-__shared__ int warp_sums[WARPS];
-
-// The sums of a thread's eight columns of a row: two places, so that neighbours meet all banks.
-__device__ __forceinline__ float4* sums_of(int row) {
-    return reinterpret_cast<float4*>(shared) + row * (2 * OWNERS) + threadIdx.x;
-}
-__device__ __forceinline__ Item* items() { return reinterpret_cast<Item*>(shared + SUMS_BYTES); }
-
-__device__ __forceinline__ void add(int row, const Vec16& v) {
-    float4 *first = sums_of(row), *second = first + OWNERS;
-    float4 a = *first, b = *second;
-    a.x += bf16_low(v.x), a.y += bf16_high(v.x), a.z += bf16_low(v.y), a.w += bf16_high(v.y);
-    b.x += bf16_low(v.z), b.y += bf16_high(v.z), b.z += bf16_low(v.w), b.w += bf16_high(v.w);
-    *first = a, *second = b;
+// Where a lane's value i lies in a contribution.
+__device__ __forceinline__ int place_of(int i, int lane) {
+    return i < 8 * VECTORS ? i / 8 * 256 + 8 * lane + i % 8 : 256 * VECTORS + REST * lane + i % 8;
 }
 
-// Add `count` listed contributions to this thread's columns.
-__device__ __forceinline__ void add_listed(const BackwardRowsParams& p, int count) {
-    const bf16* from = p.contributions + 8 * threadIdx.x;
+// A lane's values of a contribution, in pairs.
+struct Values {
+    uint32_t pairs[VALUES / 2];
+};
+__device__ __forceinline__ Values load_values(const BackwardRowsParams& p, int contribution, int lane) {
+    const bf16* from = p.contributions + int64_t(contribution) * D_QK;
+    Values v;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const Vec16 x = *reinterpret_cast<const Vec16*>(from + place_of(8 * i, lane));
+        v.pairs[4 * i] = x.x, v.pairs[4 * i + 1] = x.y, v.pairs[4 * i + 2] = x.z, v.pairs[4 * i + 3] = x.w;
+    }
+    const bf16* rest = from + place_of(8 * VECTORS, lane);
+    if (REST == 2) v.pairs[VALUES / 2 - 1] = *reinterpret_cast<const uint32_t*>(rest);
+    if (REST == 4) {
+        const Vec8 x = *reinterpret_cast<const Vec8*>(rest);
+        v.pairs[VALUES / 2 - 2] = x.x, v.pairs[VALUES / 2 - 1] = x.y;
+    }
+    return v;
+}
+
+// Add the listed contributions to this warp's row.
+__device__ __forceinline__ void add_listed(const BackwardRowsParams& p, int count, int lane, float (&sums)[VALUES]) {
+    const int row = threadIdx.x / 32;
 #pragma unroll 1
-    for (int base = 0; base < count; base += AT_ONCE) {
-        Vec16 v[AT_ONCE];
+    for (int base = 0; base < count; base += 32) {
+        const Item item = base + lane < count ? items[base + lane] : Item{0, -1};
+        uint32_t mine = __ballot_sync(~0u, item.row == row);
+#pragma unroll 1
+        while (mine != 0) {
+            Values v[AT_ONCE];
+            uint32_t left = mine;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            if (base + i < count)
-                v[i] = *reinterpret_cast<const Vec16*>(from + int64_t(items()[base + i].contribution) * D_QK);
+            for (int i = 0; i < AT_ONCE; ++i, left &= left - 1)
+                if (left != 0) v[i] = load_values(p, __shfl_sync(~0u, item.contribution, __ffs(left) - 1), lane);
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            if (base + i < count) add(items()[base + i].row, v[i]);
+            for (int i = 0; i < AT_ONCE; ++i, mine &= mine - 1) {
+                if (mine == 0) break;
+#pragma unroll
+                for (int k = 0; k < VALUES / 2; ++k)
+                    sums[2 * k] += bf16_low(v[i].pairs[k]), sums[2 * k + 1] += bf16_high(v[i].pairs[k]);
+            }
+        }
     }
 }
 
@@ -82,19 +102,16 @@ __device__ __forceinline__ void store_two(const BackwardRowsParams& p, int64_t a
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) backward_rows(const __grid_constant__ BackwardRowsParams p) {
-    const int range = blockIdx.x, first_row = range * RANGE_ROWS, rows = min(RANGE_ROWS, p.s_kv - first_row);
-    const bool owner = threadIdx.x < OWNERS;
-    for (int row = 0; owner && row < rows; ++row) {
-        float v[8] = {};
+    const int range = blockIdx.x, first_row = range * RANGE_ROWS, lane = threadIdx.x % 32;
+    const int row = first_row + threadIdx.x / 32;
+    const bool adds = p.total != nullptr && row < p.s_kv;
+    float sums[VALUES];
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-            if (p.total == nullptr) continue;
-            const float* from = p.total + (first_row + row) * p.total_stride;
-            const float2 two = load_two(from + contributed_column(8 * threadIdx.x + 2 * pair), p.aligned);
-            v[2 * pair] = two.x, v[2 * pair + 1] = two.y;
-        }
-        sums_of(row)[0] = make_float4(v[0], v[1], v[2], v[3]);
-        sums_of(row)[OWNERS] = make_float4(v[4], v[5], v[6], v[7]);
+    for (int i = 0; i < VALUES; i += 2) {
+        const int column = contributed_column(place_of(i, lane));
+        const float2 two =
+            adds ? load_two(p.total + row * p.total_stride + column, p.aligned) : make_float2(0.0f, 0.0f);
+        sums[i] = two.x, sums[i + 1] = two.y;
     }
 #pragma unroll 1
     for (int base = 0; base < p.queries; base += THREADS) {
@@ -111,24 +128,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_rows(const __grid
             const int entries = query * p.topk + start;
             for (int i = max(0, from - before); i < min(count, from + LISTED - before); ++i) {
                 const int entry = entries + i / p.blocks;
-                items()[before + i - from] = {entry * p.blocks + i % p.blocks, p.rows[entry] - first_row};
+                items[before + i - from] = {entry * p.blocks + i % p.blocks, p.rows[entry] - first_row};
             }
             __syncthreads();
-            if (owner) add_listed(p, min(total - from, LISTED));
+            add_listed(p, min(total - from, LISTED), lane, sums);
             __syncthreads();
         }
         __syncthreads();  // before warp_sums are written again
     }
-    for (int row = 0; owner && row < rows; ++row) {
-        const float4 a = sums_of(row)[0], b = sums_of(row)[OWNERS];
-        const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    if (row >= p.s_kv) return;
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair)
-            store_two(p, (first_row + row) * p.out_stride + contributed_column(8 * threadIdx.x + 2 * pair),
-                      v[2 * pair], v[2 * pair + 1]);
-    }
+    for (int i = 0; i < VALUES; i += 2)
+        store_two(p, row * p.out_stride + contributed_column(place_of(i, lane)), sums[i], sums[i + 1]);
 }
 
 // Read by the launcher.
 extern "C" __device__ int kernel_threads = THREADS;
-extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES;
+extern "C" __device__ int kernel_shared_bytes = 0;

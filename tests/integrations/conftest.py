@@ -70,7 +70,7 @@ def imported(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(package.parent))
     yield
-    with_vllm = (*plugin.ADAPTERS, "indexer", "deepseek_v4", "short", "dense_mla", "warm")
+    with_vllm = (*plugin.ADAPTERS, "indexer", "indexer_common", "deepseek_v4", "short", "dense_mla", "warm")
     adapters = [f"{plugin.__name__}.{name}" for name in with_vllm]
     for name in with_vllm:
         vars(plugin).pop(name, None)

@@ -85,6 +85,9 @@ SOURCES = {
 
         def get_current_vllm_config_or_none():
             return current
+
+        class CUDAGraphMode:
+            NONE, FULL = 0, 2
         """,
     "config/attention": """
         class AttentionConfig:
@@ -120,9 +123,11 @@ SOURCES = {
                 raise NotImplementedError
         """,
     "forward_context": """
-        from types import SimpleNamespace
+        class ForwardContext:
+            attn_metadata = None
+            cudagraph_runtime_mode = 0
 
-        context = SimpleNamespace(attn_metadata=None)
+        context = ForwardContext()
 
         def get_forward_context():
             return context
@@ -423,6 +428,9 @@ SOURCES = {
             def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
                 return get_paged_mqa_logits_metadata() if has_deep_gemm() else "built"
 
+            def update_draft_decode_metadata(self, metadata):
+                return get_paged_mqa_logits_metadata() if has_deep_gemm() else "updated"
+
         class DeepseekV32IndexerBackend:
             @staticmethod
             def get_builder_cls():
@@ -510,8 +518,61 @@ SOURCES_33 = {
     name: source
     for name, source in SOURCES.items()
     if name.startswith(("model_executor/models", "models", "utils", "config"))
-    or name.endswith(("__init__", "envs", "config", "registry", "custom_op"))
+    or name.endswith(
+        ("__init__", "envs", "config", "registry", "custom_op", "forward_context", "workspace", "mla/indexer")
+    )
 } | {
+    "model_executor/layers/sparse_attn_indexer": """
+        def mqa_logits_use_mx_scales():
+            return False
+
+        def sparse_attn_indexer(
+            hidden_states, k_cache_prefix, kv_cache, q_quant, q_scale, k, weights, quant_block_size, scale_fmt,
+            topk_tokens, head_dim, max_model_len, total_seq_lens, topk_indices_buffer, skip_k_cache_insert, use_pcp,
+            pcp_shard_decode_requests, dense_mha_metadata_layer_name, use_fp4_cache=False,
+        ):
+            return "stock"
+
+        class PrefillRowShard:
+            "Of two ranks the second, which has the tokens from `half` on."
+
+            half = None
+
+            @classmethod
+            def from_metadata(cls, prefill_metadata, num_decode_tokens):
+                return None if cls.half is None else cls()
+
+            def narrow(self, chunk):
+                start = max(chunk.token_start, self.half)
+                skipped = start - chunk.token_start
+                if start >= chunk.token_end:
+                    return None
+                return start, chunk.token_end, chunk.cu_seqlen_ks[skipped:], chunk.cu_seqlen_ke[skipped:]
+
+            def exchange_topk(self, topk_buffer, width):
+                topk_buffer[: self.half, :width] = 7
+
+        class SparseAttnIndexer:
+            def __init__(self, use_pcp=False, dcp_world_size=1, use_fp4_cache=False, candidate_blocks=None):
+                self.use_pcp, self.dcp_world_size, self.use_fp4_cache = use_pcp, dcp_world_size, use_fp4_cache
+                self.candidate_blocks = candidate_blocks
+        """,
+    "models/deepseek_v32/__init__": "",
+    "models/deepseek_v32/attention": """
+        from types import SimpleNamespace
+
+        from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer, sparse_attn_indexer
+
+        class DeepseekV32Indexer:
+            def __init__(self, prefix, topk_indices_buffer, **more):
+                self.topk_indices_buffer = topk_indices_buffer
+                self.k_cache = SimpleNamespace(prefix=prefix + ".k_cache", kv_cache=None, get_attn_backend=None)
+                self.indexer_op = SparseAttnIndexer(**more)
+
+        class DeepseekV32Attention:
+            def _sparse_indexer_and_attn(self):
+                raise NotImplementedError
+        """,
     "v1/attention/backend": """
         from dataclasses import dataclass
         from enum import Enum
@@ -689,7 +750,9 @@ SOURCES_33 = {
             topk_indices_buffer = None
 
         class SparseMLACommonImpl(MLACommonBaseImpl, SharedTopkIndicesBuffer):
-            def __init__(self, scale, kv_cache_dtype, qk_rope_head_dim, topk_indices_buffer, num_heads=12):
+            def __init__(
+                self, scale, kv_cache_dtype, qk_rope_head_dim, topk_indices_buffer, num_heads=12, indexer=None
+            ):
                 super().__init__(scale, kv_cache_dtype, qk_rope_head_dim, num_heads)
                 self.topk_indices_buffer = topk_indices_buffer
 

@@ -102,9 +102,13 @@ def engine(heads: int, cache_type: str, **parallel: int) -> SimpleNamespace:
         model_config=model, scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
         parallel_config=SimpleNamespace(**{"tensor_parallel_size": 1, **ranks, **parallel}),
         cache_config=SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype=cache_type), speculative_config=None,
-        attention_config=SimpleNamespace(hisparse_config=None, sparse_mla_force_mqa=False, use_fp4_indexer_cache=False),
+        attention_config=SimpleNamespace(
+            hisparse_config=None, sparse_mla_force_mqa=False, use_fp4_indexer_cache=False,
+            sparse_mla_prefill_workspace_factor=4, resolve_indexer_kv_dtype=lambda default: default,
+        ),
+        num_speculative_tokens=0,
         compilation_config=SimpleNamespace(
-            splitting_ops=[], custom_ops=["none"], disabled_custom_ops=Counter(),
+            splitting_ops=[], cudagraph_mode=None, custom_ops=["none"], disabled_custom_ops=Counter(),
             static_forward_context={"layer": SimpleNamespace(prefill_backend=None)},
         ),
         kernel_config=SimpleNamespace(enable_jit_warmup=False),
@@ -182,6 +186,37 @@ class NoStream:
     def wait_stream(self, stream: Any) -> None: ...
 
 
+def key_ranges(
+    starts: torch.Tensor, lens: torch.Tensor, key_starts: torch.Tensor, row_starts: torch.Tensor,
+    requests: torch.Tensor, first: torch.Tensor, end: torch.Tensor, begin: int, stop: int, rank: int, ranks: int,
+    interleave: int, *, num_reqs: int, COMPRESS_RATIO: int,
+) -> None:  # fmt: skip
+    """vLLM's Triton kernel of prefills' chunks, of one rank."""
+    assert (rank, ranks, num_reqs) == (0, 1, len(lens))
+    KeyRanges().launch(starts, lens, key_starts, requests, first, end, begin, stop, COMPRESS_RATIO=COMPRESS_RATIO)
+
+
+def indexer_of_0_33(lists: torch.Tensor, keys: torch.Tensor) -> Any:
+    """A layer's indexer, with what the adapter reads of it."""
+    layers = importlib.import_module("vllm.models.deepseek_v32.attention")
+    indexer = layers.DeepseekV32Indexer.__new__(layers.DeepseekV32Indexer)
+    torch.nn.Module.__init__(indexer)
+    indexer.topk_indices_buffer = lists
+    indexer.k_cache = SimpleNamespace(prefix="layer.indexer.k_cache", kv_cache=keys)
+    indexer.indexer_op = SimpleNamespace(use_pcp=False, dcp_world_size=1, use_fp4_cache=False, candidate_blocks=None)
+    return indexer
+
+
+def choose(indexer: Any, q8: torch.Tensor, weights: torch.Tensor, lists: torch.Tensor, **more: Any) -> None:
+    """The call of DeepSeek-V3.2's layers, by the name in their module."""
+    layers = importlib.import_module("vllm.models.deepseek_v32.attention")
+    layers.sparse_attn_indexer(
+        torch.zeros(len(q8), 4), indexer.k_cache.prefix, indexer.k_cache.kv_cache, q8, None, None, weights, 128,
+        "ue8m0", K, 128, 1024, 4096, lists, skip_k_cache_insert=True, use_pcp=False, pcp_shard_decode_requests=False,
+        **more,
+    )  # fmt: skip
+
+
 def of_0_33(rng: np.random.Generator) -> None:
     ours = importlib.import_module("cupy_mla.integrations.vllm.sparse_mla_common")
     stock = importlib.import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
@@ -191,8 +226,15 @@ def of_0_33(rng: np.random.Generator) -> None:
         vars(module)["triton_convert_req_index_to_global_index"] = convert
     for name in ("_create_side_stream", "_create_event", "current_stream"):
         vars(groups)[name] = lambda *_: NoStream()
-    ours.common.PIN_MEMORY = False
-    stock.num_compute_units = lambda device: 132
+    keys_of = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
+    for module in (ours.common, keys_of):
+        module.PIN_MEMORY = False
+    for module in (stock, keys_of):
+        module.num_compute_units = lambda device: 132
+    keys_of._BUILD_PREFILL_CHUNK_METADATA_KERNEL = key_ranges
+    importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(CPU)
+    context = vars(importlib.import_module("vllm.forward_context"))
+    graphs = importlib.import_module("vllm.config").CUDAGraphMode
     spec = SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype_str=None)
     backend = ours.CupyMLASparseBackend
     for heads in (8, 16, 32, 64, 128):
@@ -210,31 +252,46 @@ def of_0_33(rng: np.random.Generator) -> None:
         builder = backend.get_builder_cls()(spec, ["layer"], config, CPU)
         # A layer with an indexer, and one that takes its choice.
         group = groups.SparseMLAIndexGroupBuilder(lists)
+        caches = Caches(rng, BLOCK_SIZE, heads, K, TIMES)
+        indexer = indexer_of_0_33(lists, as_torch(caches.keys))
         layers = [
             impl_of(backend, heads, cache_type, indexer=indexer, topk_indices_buffer=lists, index_group_builder=group)
-            for indexer in (SimpleNamespace(topk_indices_buffer=lists), None)
+            for indexer in (indexer, None)
         ]
+        cache = indexer.k_cache
+        key_builder = cache.get_attn_backend().get_builder_cls()(
+            spec, [cache.prefix], config, CPU, block_table_width=64
+        )
         for each in layers:
             each.process_weights_after_loading(torch.bfloat16)
-        caches = Caches(rng, BLOCK_SIZE, heads, K, TIMES)
         rows = as_torch(caches.rows[layout])
         for name in ORDER:
             asked = caches.step(name)
             batch = batch_of(asked, as_torch(asked.table))
-            lists[: batch.num_actual_tokens] = -1
-            lists[: len(asked.lists)] = as_torch(asked.lists)
+            tokens = batch.num_actual_tokens
             metadata = builder.build(0, batch)
-            if ours.short.dense_decodes_of(metadata) is not None:
-                lists.fill_(HOSTILE)
-            assert (ours.short.dense_decodes_of(metadata) is not None) == (name == "short decodes")
-            q = padded(asked.q, batch.num_actual_tokens)
+            context["_forward_context"] = SimpleNamespace(
+                attn_metadata={cache.prefix: key_builder.build(0, batch), "layer.attn": metadata},
+                cudagraph_runtime_mode=graphs.NONE,
+            )
+            lists.fill_(HOSTILE)
+            lists[:tokens] = -1  # as the layer's fused kernel does
+            choose(
+                indexer, padded(asked.index_q.view(E4M3), tokens), padded(asked.weights, tokens), lists,
+                dense_mha_metadata_layer_name="layer.attn",
+            )  # fmt: skip
+            dense = ours.short.dense_decodes_of(metadata) is not None
+            assert dense == (name == "short decodes")
+            assert dense or torch.equal(lists[: len(asked.lists)], as_torch(asked.lists))
+            assert (lists[tokens:] == HOSTILE).all()
+            q = padded(asked.q, tokens)
             for each in layers:
                 each.record_logical_topk_ready()
                 each.prepare_for_batch(metadata)
                 got, lse = each.forward_mqa((q[..., :512], q[..., 512:].clone()), rows, metadata, None)
                 assert lse is None
                 assert_result(got[: len(asked.q)].float().numpy(), asked.want)
-        print(f"{len(ORDER)} steps of two layers, {cache_type}, {heads} heads")
+        print(f"{len(ORDER)} steps of two layers and their indexer, {cache_type}, {heads} heads")
     for cache_type, layout in (("auto", "bf16"), ("fp8_ds_mla", "v32_fp8")):
         parts_of_ranks(rng, ours, spec, cache_type, layout)
 
@@ -321,8 +378,7 @@ def of_0_22(rng: np.random.Generator) -> None:
     stock = importlib.import_module("vllm.model_executor.layers.sparse_attn_indexer")
     importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(CPU)
     zeros = torch.zeros
-    vars(torch)["zeros"] = lambda *sizes, pin_memory=False, **more: zeros(*sizes, **more)  # which needs a GPU
-    torch.accelerator.empty_cache = lambda: None  # so does that
+    vars(torch)["zeros"] = lambda *sizes, pin_memory=False, **more: zeros(*sizes, **more)  # so does that
     for module in (ours.stock, keys_of):
         module.num_compute_units = lambda device: 132
     keys_of._build_prefill_chunk_metadata_kernel = KeyRanges()
@@ -361,6 +417,7 @@ def main(folder: str, version: str, seed: str) -> None:
     sys.meta_path.append(_Lacking())  # type: ignore[arg-type]
     parallel = importlib.import_module("vllm.distributed.parallel_state")
     vars(parallel)["_TP"] = SimpleNamespace(world_size=1, rank_in_group=0)
+    torch.accelerator.empty_cache = lambda: None  # which needs a GPU
     DRIVES[version](np.random.default_rng(int(seed)))
 
 

@@ -149,7 +149,7 @@ FLASHMLA_SPARSE: Needs = {
     "v1.worker.workspace": ("current_workspace_manager()", "WorkspaceManager.get_simultaneous(self)"),
 }
 
-# What `sparse_mla_common` builds on, as vLLM 0.33 has it.
+# What `sparse_mla_common` and `indexer_common` build on, as vLLM 0.33 has it.
 SPARSE_MLA_COMMON: Needs = {
     **REGISTRY,
     "v1.attention.backends.mla.flashmla_sparse": (
@@ -182,7 +182,7 @@ SPARSE_MLA_COMMON: Needs = {
         "(self, q, kv_cache, topk_indices, valid_counts, layer, block_size, is_decode)",
     ),
     "v1.kv_cache_interface": ("MLAAttentionSpec.cache_dtype_str",),
-    "config": ("get_current_vllm_config", "get_current_vllm_config_or_none"),
+    "config": ("CUDAGraphMode", "get_current_vllm_config", "get_current_vllm_config_or_none"),
     "config.attention": ("AttentionConfig.hisparse_config",),
     "config.parallel": ("ParallelConfig.cp_kv_cache_interleave_size",),
     **MAXIMA,
@@ -210,6 +210,53 @@ SPARSE_MLA_COMMON: Needs = {
         "MLAAttentionImpl.do_kv_cache_update"
         "(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale)",
     ),
+    # What `indexer_common` builds on.
+    "forward_context": (
+        "ForwardContext.attn_metadata",
+        "ForwardContext.cudagraph_runtime_mode",
+        "get_forward_context()",
+    ),
+    "models.deepseek_v32.attention": (
+        "sparse_attn_indexer",
+        "DeepseekV32Indexer.indexer_op",
+        "DeepseekV32Indexer.k_cache",
+        "DeepseekV32Attention._sparse_indexer_and_attn(self)",
+    ),
+    "model_executor.layers.sparse_attn_indexer": (
+        "mqa_logits_use_mx_scales",
+        "PrefillRowShard.from_metadata(cls, prefill_metadata, num_decode_tokens)",
+        "PrefillRowShard.narrow(self, chunk)",
+        "PrefillRowShard.exchange_topk(self, topk_buffer, width)",
+        "SparseAttnIndexer.candidate_blocks",
+        "SparseAttnIndexer.dcp_world_size",
+        "SparseAttnIndexer.use_fp4_cache",
+        "SparseAttnIndexer.use_pcp",
+        "sparse_attn_indexer"
+        "(hidden_states, k_cache_prefix, kv_cache, q_quant, q_scale, k, weights, quant_block_size, scale_fmt, "
+        "topk_tokens, head_dim, max_model_len, total_seq_lens, topk_indices_buffer, skip_k_cache_insert, use_pcp, "
+        "pcp_shard_decode_requests, dense_mha_metadata_layer_name)",
+    ),
+    "v1.attention.backends.mla.indexer": (
+        "has_deep_gemm",
+        "DeepseekV32IndexerBackend.get_builder_cls()",
+        "DeepseekV32IndexerMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)",
+        "DeepseekV32IndexerMetadataBuilder.update_draft_decode_metadata(self, metadata)",
+        "DeepseekV32IndexerMetadata(seq_lens, max_seq_len, slot_mapping, num_decodes, num_decode_tokens, num_prefills, "
+        "num_prefill_tokens)",
+        "DeepseekV32IndexerMetadata.decode",
+        "DeepseekV32IndexerMetadata.prefill",
+        "DeepSeekV32IndexerDecodeMetadata(block_table, seq_lens, decode_lens, requires_padding, schedule_metadata)",
+        "DeepseekV32IndexerPrefillMetadata.chunks",
+        "DeepseekV32IndexerPrefillChunkMetadata.block_table",
+        "DeepseekV32IndexerPrefillChunkMetadata.cu_seqlen_ks",
+        "DeepseekV32IndexerPrefillChunkMetadata.cu_seqlen_ke",
+        "DeepseekV32IndexerPrefillChunkMetadata.cu_seq_lens",
+        "DeepseekV32IndexerPrefillChunkMetadata.total_seq_lens",
+        "DeepseekV32IndexerPrefillChunkMetadata.token_start",
+        "DeepseekV32IndexerPrefillChunkMetadata.token_end",
+        "DeepseekV32IndexerPrefillChunkMetadata.skip_kv_gather",
+    ),
+    "v1.worker.workspace": ("current_workspace_manager()", "WorkspaceManager.get_simultaneous(self)"),
 }
 # What `dense_mla` and `custom` build on, from vLLM 0.22 to 0.33.
 DENSE_MLA: Needs = {

@@ -1,10 +1,11 @@
 """The backend for vLLM 0.33, whose sparse MLA backends share their metadata and all but the attention itself.
 
-Ours is the attention, over FP8 and bf16 caches and for any number of heads. So is the cache write where vLLM asks the
-backend for it: in GLM-5.3-Flash and under prefill context parallelism; DeepSeek-V3.2's layers write rows by a fused
-kernel of their own. Index conversion and the indexer stay vLLM's, and so does the dense attention that it gives to
-prefills of at most topk tokens. Prefills over an FP8 cache go to the decode kernel, which reads FP8 rows in place.
-Decodes of short contexts attend over all rows, without lists, where that is faster (`short.py`).
+Ours is the attention, over FP8 and bf16 caches and for any number of heads, and in DeepSeek-V3.2 and GLM-5 the choice
+of rows (`indexer_common.py`). So is the cache write where vLLM asks the backend for it: in GLM-5.3-Flash and under
+prefill context parallelism; DeepSeek-V3.2's layers write rows by a fused kernel of their own. Index conversion stays
+vLLM's, as does the dense attention that it gives to prefills of at most topk tokens. Prefills over an FP8 cache go to
+the decode kernel, which reads FP8 rows in place. Decodes of short contexts attend over all rows, without lists, where
+that is faster (`short.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ...backends.sparse_mla import SparseMLABackend
 from ...layouts import BF16_512, BF16_576, V32_FP8
 from ...ops.attention import sparse_decode, sparse_prefill
 from ...typing import CacheLayout
-from . import cache_write, short, warm
+from . import cache_write, indexer_common, short, warm
 from .query import whole
 
 if TYPE_CHECKING:
@@ -162,6 +163,8 @@ class CupyMLASparseImpl(StockImpl):
             if self.dcp_world_size > 1:
                 raise NotImplementedError("attention sinks with decode context parallelism")
         self.vllm_config: Any = get_current_vllm_config()
+        if kwargs.get("indexer") is not None:
+            indexer_common.adopt(kwargs["indexer"])
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Warm up: vLLM calls this for each layer, after loading and before it measures the memory that is left."""

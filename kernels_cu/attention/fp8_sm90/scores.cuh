@@ -278,6 +278,7 @@ __device__ __forceinline__ bool has_zero_scale(uint32_t row, int t) {
 // Rare: chunk t of each of a thread's two rows becomes zeros in the ring if its scale is 0: what is stored there counts as
 // 0, NaN too. `marks`: of the rows' stage. Rows that are not valid are zeros. All lanes of the warp call.
 __device__ __forceinline__ void clear_under_zeros(uint32_t row, const Role& r, uint32_t marks) {
+    __syncwarp();  // other lanes have read the row's first bytes, which they read again behind this
 #pragma unroll 1
     for (int i = 0; i < 2; ++i, row += 8 * STRIDE) {
         const bool valid = marks >> valid_bit(r.g + 8 * i) & 1;

@@ -1,0 +1,171 @@
+"""The lightning indexer in vLLM 0.33: logits and exact top-k by our operations, over keys that vLLM's layers write.
+
+DeepSeek-V3.2's and GLM-5's layers call vLLM's function by the name that it has in their module. That name becomes ours
+when the first such layer gets our attention; for the indexers of layers with another backend it calls vLLM's. Their
+metadata are vLLM's, without DeepGEMM's schedule.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm.envs as envs
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers import sparse_attn_indexer as stock
+from vllm.v1.attention.backends.mla import indexer as stock_metadata
+from vllm.v1.worker.workspace import current_workspace_manager
+
+from ...ops.indexer import cp_gather_indexer_k_quant_cache
+from ...ops.topk import select_rows, select_rows_paged
+from . import short
+from .rebound import rebound
+
+if TYPE_CHECKING:
+    from ..untyped import Untyped as StockBackend
+    from ..untyped import Untyped as StockBuilder
+else:
+    StockBackend = stock_metadata.DeepseekV32IndexerBackend
+    StockBuilder = stock_metadata.DeepseekV32IndexerMetadataBuilder
+
+LAYERS = "vllm.models.deepseek_v32.attention"
+
+ours: set[str] = set()  # the indexer caches of layers whose attention is ours
+stock_indexer: Any = stock.sparse_attn_indexer
+
+
+class CupyMLAIndexerBuilder(StockBuilder):
+    """vLLM's metadata without DeepGEMM's schedule."""
+
+    build: Any = rebound(stock_metadata.DeepseekV32IndexerMetadataBuilder.build, has_deep_gemm=lambda: False)
+    update_draft_decode_metadata: Any = rebound(
+        stock_metadata.DeepseekV32IndexerMetadataBuilder.update_draft_decode_metadata, has_deep_gemm=lambda: False
+    )
+
+
+class CupyMLAIndexerBackend(StockBackend):
+    """What the indexer's cache says of itself."""
+
+    @staticmethod
+    def get_builder_cls() -> type[CupyMLAIndexerBuilder]:
+        return CupyMLAIndexerBuilder
+
+
+def adopt(indexer: Any) -> None:
+    """Make a layer's indexer run on our operations, unless it is of another kind, or keeps vLLM's for what ours lack.
+
+    Ours have no context parallelism, neither FP4 keys nor the MX scales of compute capability 10.x, and no candidate
+    blocks.
+    """
+    layers: Any = sys.modules.get(LAYERS)  # whose classes whoever has such an indexer has imported
+    if layers is None or not isinstance(indexer, layers.DeepseekV32Indexer):
+        return
+    op = indexer.indexer_op
+    if op.use_pcp or op.dcp_world_size > 1 or op.use_fp4_cache or op.candidate_blocks is not None:
+        return
+    if stock.mqa_logits_use_mx_scales():
+        return
+    ours.add(indexer.k_cache.prefix)
+    indexer.k_cache.get_attn_backend = lambda: CupyMLAIndexerBackend
+    layers.sparse_attn_indexer = sparse_attn_indexer
+
+
+def sparse_attn_indexer(
+    hidden_states: torch.Tensor,
+    k_cache_prefix: str,
+    kv_cache: torch.Tensor,
+    q_quant: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    k: torch.Tensor | None,
+    weights: torch.Tensor,
+    quant_block_size: int,
+    scale_fmt: str | None,
+    topk_tokens: int,
+    head_dim: int,
+    max_model_len: int,
+    total_seq_lens: int,
+    topk_indices_buffer: torch.Tensor,
+    **more: Any,
+) -> torch.Tensor:
+    """Fill the first rows of `topk_indices_buffer`, one a token, with positions in the token's request, -1 behind.
+
+    Rows that nobody will read stay as they are. The layer has filled them with -1, and has written the keys.
+    """
+    context = get_forward_context()
+    metadata = context.attn_metadata
+    if k_cache_prefix not in ours or not isinstance(metadata, dict):  # in a profiling run vLLM's takes its memory
+        return stock_indexer(
+            hidden_states, k_cache_prefix, kv_cache, q_quant, q_scale, k, weights, quant_block_size, scale_fmt,
+            topk_tokens, head_dim, max_model_len, total_seq_lens, topk_indices_buffer, **more,
+        )  # fmt: skip
+    attention = metadata.get(k_cache_prefix.removesuffix(".indexer.k_cache") + ".attn")
+    dense_mha = metadata.get(more["dense_mha_metadata_layer_name"])
+    if short.dense_decodes_of(attention) is not None or _without_lists(context, dense_mha):
+        return topk_indices_buffer
+    batch = metadata[k_cache_prefix]
+    out = topk_indices_buffer[:, :topk_tokens]
+    if batch.num_prefills:
+        _prefills(batch, kv_cache, q_quant, weights, total_seq_lens, out)
+    if batch.num_decodes:
+        all_chosen = batch.max_seq_len <= topk_tokens and not short.captured()
+        _decodes(batch, kv_cache, q_quant, weights, topk_tokens if all_chosen else max_model_len, out)
+    return topk_indices_buffer
+
+
+def _without_lists(context: Any, attention: Any) -> bool:
+    """Whether a layer's attention is dense in this step, for it has prefills of at most topk tokens alone.
+
+    Args:
+        attention: its metadata; None where a layer's is never.
+    """
+    prefill = getattr(attention, "prefill", None)
+    dense = getattr(prefill, "use_dense_mha", False) and attention.num_decode_tokens == 0
+    return bool(dense) and context.cudagraph_runtime_mode != CUDAGraphMode.FULL and not short.captured()
+
+
+def _prefills(
+    batch: Any, kv_cache: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, most_keys: int, out: torch.Tensor
+) -> None:
+    """The prefills of a batch, chunk by chunk. Of a tensor-parallel group each rank may have a part of the tokens."""
+    keys, scales = current_workspace_manager().get_simultaneous(
+        ((most_keys, 128), q.dtype), ((most_keys,), torch.float32)
+    )
+    shard = stock.PrefillRowShard.from_metadata(batch.prefill, batch.num_decode_tokens)
+    for chunk in batch.prefill.chunks:
+        chunk_keys, chunk_scales = keys[: chunk.total_seq_lens], scales[: chunk.total_seq_lens]
+        if not chunk.skip_kv_gather:
+            cp_gather_indexer_k_quant_cache(kv_cache, chunk_keys, chunk_scales, chunk.block_table, chunk.cu_seq_lens)
+        start, end, first, last = chunk.token_start, chunk.token_end, chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
+        if shard is not None:
+            narrowed = shard.narrow(chunk)
+            if narrowed is None:
+                continue
+            start, end, first, last = narrowed
+        select_rows(
+            q[start:end], chunk_keys, chunk_scales, weights[start:end], first, last, out.shape[1],
+            max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20, out=out[start:end],
+        )  # fmt: skip
+    if shard is not None:
+        shard.exchange_topk(out, out.shape[1])
+
+
+def _decodes(
+    batch: Any, kv_cache: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, most_keys: int, out: torch.Tensor
+) -> None:
+    """The decodes of a batch. Where requests have unequal numbers of query tokens, each token is a request."""
+    decode, tokens = batch.decode, batch.num_decode_tokens
+    lens, table = decode.seq_lens, decode.block_table
+    if decode.requires_padding or tokens % len(decode.decode_lens):
+        ends = decode.decode_lens.cumsum(0)
+        token = torch.arange(tokens, device=q.device)
+        request = torch.searchsorted(ends, token, right=True)
+        padding = request == len(ends)
+        request.clamp_(max=len(ends) - 1)
+        lens = (batch.seq_lens[request] - (ends[request] - token) + 1).masked_fill(padding, 0).int()
+        table = table[request]
+    select_rows_paged(
+        q[:tokens].view(len(table), -1, *q.shape[1:]), kv_cache, weights[:tokens], lens, table, most_keys, out.shape[1],
+        max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20, out=out[:tokens],
+    )  # fmt: skip

@@ -1,0 +1,193 @@
+"""The indexer in the adapter for vLLM 0.33 on stand-ins of its classes, on the CPU. `wheel_vllm` has the wheel's."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from cupy_mla.integrations import vllm as plugin  # noqa: E402
+from tests import indexers, oracle_indexer  # noqa: E402
+from tests.integrations.stub_vllm import loaded  # noqa: E402
+from tests.integrations.test_vllm import BLOCK_SIZE, HEADS, MAX_LEN, K, as_torch, batch_metadata  # noqa: E402
+from tests.kinds import E4M3  # noqa: E402
+
+CACHE = "layer.indexer.k_cache"
+
+
+@pytest.fixture
+def adapter(vllm_33: None) -> ModuleType:
+    importlib.import_module("vllm.models.deepseek_v32.attention")  # as the model does
+    return importlib.import_module(f"{plugin.__name__}.sparse_mla_common")
+
+
+def made(adapter: ModuleType, lists: torch.Tensor, prefix: str = "layer.indexer", **op: Any) -> Any:
+    """The indexer of a layer whose attention is ours."""
+    indexer = loaded("vllm.models.deepseek_v32.attention").DeepseekV32Indexer(prefix, lists, **op)
+    adapter.CupyMLASparseImpl(0.1, "auto", 64, lists, indexer=indexer)
+    return indexer
+
+
+def choose(
+    q8: np.ndarray, weights: np.ndarray, lists: torch.Tensor, keys: np.ndarray, metadata: Any, prefix: str = CACHE,
+    graphs: int = 0,
+) -> Any:  # fmt: skip
+    """The call of vLLM's layers."""
+    context = loaded("vllm.forward_context").context
+    context.attn_metadata, context.cudagraph_runtime_mode = metadata, graphs
+    return loaded("vllm.models.deepseek_v32.attention").sparse_attn_indexer(
+        torch.zeros(len(q8), 4), prefix, as_torch(keys), as_torch(q8.view(E4M3)), None, None, as_torch(weights), 128,
+        "ue8m0", K, 128, MAX_LEN, 4 * MAX_LEN, lists, skip_k_cache_insert=True, use_pcp=False,
+        pcp_shard_decode_requests=False, dense_mha_metadata_layer_name="layer.attn",
+    )  # fmt: skip
+
+
+class Batch:
+    """Requests of so many query tokens, and tokens that pad them; sums of the indexer are exact.
+
+    Attributes:
+        want: int32 [T, k] positions, -1 behind.
+    """
+
+    def __init__(self, rng: np.random.Generator, query_lens: list[int], speculative: int = 1, padding: int = 0) -> None:
+        requests, tokens, width = len(query_lens), sum(query_lens), MAX_LEN // BLOCK_SIZE
+        seq_lens = [n + int(rng.integers(0, MAX_LEN - n + 1)) if n else 0 for n in query_lens]
+        table = rng.permutation(requests * width + 1)[: requests * width].reshape(requests, width).astype(np.int32)
+        codes = indexers.exact_codes(rng, requests * width + 1, BLOCK_SIZE, 128)
+        self.keys = indexers.key_cache(codes, np.ones(codes.shape[:2], np.float32))
+        self.q8 = indexers.exact_codes(rng, tokens + padding, HEADS, 128)
+        self.weights = indexers.exact_weights(rng, tokens + padding, HEADS)
+        self.lists = torch.full((tokens + padding + 1, K), -1, dtype=torch.int32)
+        decodes = next((i for i, n in enumerate(query_lens) if n > speculative), requests)
+        starts = np.concatenate([[0], np.cumsum(query_lens)])
+        names = SimpleNamespace(metadata=loaded("vllm.v1.attention.backends.mla.indexer"))
+        self.metadata = batch_metadata(names, table, query_lens, seq_lens, starts, decodes, speculative)
+        self.want = np.full((tokens + padding + 1, K), -1, np.int32)
+        for r, (n, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            for j in range(n):
+                t, seen = starts[r] + j, length - n + j + 1
+                slots = [table[r, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(seen)]
+                keys = codes.reshape(-1, 128)[slots]
+                logits = oracle_indexer.logits(self.q8[t], keys, np.ones(seen), self.weights[t])
+                self.want[t] = oracle_indexer.topk(logits, K, 0, seen)
+
+    def choose(self, more: dict[str, Any] | None = None, **changed: Any) -> Any:
+        return choose(self.q8, self.weights, self.lists, self.keys, {CACHE: self.metadata, **(more or {})}, **changed)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "speculative"),
+    [([1, 1, 1], 1), ([9], 1), ([1, 1, 7, 4], 1), ([2, 2], 2), ([2, 2, 0], 2), ([1, 1, 0, 0], 1), ([2, 2, 8], 2),
+     ([1, 3, 2], 3), ([3, 1, 0, 0], 3), ([3, 2, 7], 3)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("padding", [0, 3])
+def test_positions_are_those_of_float64_logits(adapter, rng, query_lens: list[int], speculative: int, padding: int):
+    """Of decodes as long as one another or not, and of prefills."""
+    batch = Batch(rng, query_lens, speculative, padding)
+    made(adapter, batch.lists)
+    assert batch.choose() is batch.lists
+    np.testing.assert_array_equal(batch.lists.numpy(), batch.want)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 1, 2], [2, 2, 0]], ids=str)
+def test_tokens_that_pad_decodes_choose_nothing(adapter, rng, query_lens: list[int]) -> None:
+    """vLLM may count them among the tokens of decodes, of no request."""
+    batch = Batch(rng, query_lens, speculative=3, padding=3)
+    made(adapter, batch.lists)
+    batch.lists.fill_(77)
+    batch.metadata.num_decode_tokens += 2
+    batch.choose()
+    tokens = sum(query_lens)
+    np.testing.assert_array_equal(batch.lists[: tokens + 2].numpy(), batch.want[: tokens + 2])
+    assert (batch.lists[tokens + 2 :] == 77).all()
+
+
+@pytest.mark.parametrize("half", [2, 4, 9, 13])
+def test_a_rank_chooses_for_its_part_of_the_prefills(adapter, rng, monkeypatch, half: int) -> None:
+    """Of a tensor-parallel group, which then exchanges what was chosen."""
+    monkeypatch.setattr(loaded("vllm.model_executor.layers.sparse_attn_indexer").PrefillRowShard, "half", half)
+    batch = Batch(rng, [1, 1, 7, 4])
+    made(adapter, batch.lists)
+    batch.choose()
+    np.testing.assert_array_equal(batch.lists[half:].numpy(), batch.want[half:])
+    assert (batch.lists[2:half] == 7).all()
+
+
+@pytest.mark.parametrize(
+    "op", [{"use_pcp": True}, {"dcp_world_size": 2}, {"use_fp4_cache": True}, {"candidate_blocks": 3}], ids=str
+)
+def test_indexers_that_ours_do_not_serve(adapter, rng, op: dict[str, Any]) -> None:
+    batch = Batch(rng, [1, 1])
+    indexer = made(adapter, batch.lists, **op)
+    assert batch.choose() == "stock"
+    assert indexer.k_cache.get_attn_backend is None
+
+
+def test_mx_scales_are_read_by_vllm(adapter, rng, monkeypatch) -> None:
+    """Of compute capability 10.x."""
+    stock = loaded("vllm.model_executor.layers.sparse_attn_indexer")
+    monkeypatch.setattr(stock, "mqa_logits_use_mx_scales", lambda: True)
+    batch = Batch(rng, [1, 1])
+    made(adapter, batch.lists)
+    assert batch.choose() == "stock"
+
+
+def test_layers_of_other_backends_keep_vllms(adapter, rng) -> None:
+    batch = Batch(rng, [1, 1])
+    made(adapter, batch.lists)
+    assert batch.choose(prefix="draft.indexer.k_cache") == "stock"
+    assert choose(batch.q8, batch.weights, batch.lists, batch.keys, None) == "stock", "a profiling run"
+    adapter.CupyMLASparseImpl(0.1, "auto", 64, batch.lists, indexer=SimpleNamespace())  # of another model
+
+
+def test_metadata_are_built_without_deep_gemm(adapter) -> None:
+    backend = made(adapter, torch.zeros(1, K, dtype=torch.int32)).k_cache.get_attn_backend()
+    assert issubclass(backend, loaded("vllm.v1.attention.backends.mla.indexer").DeepseekV32IndexerBackend)
+    builder = backend.get_builder_cls()()
+    assert builder.build(0, None) == "built"
+    assert builder.update_draft_decode_metadata(None) == "updated"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode_tokens", "graphs", "chosen"),
+    [(True, 0, 0, False), (True, 0, 2, True), (True, 1, 0, True), (False, 0, 0, True), (None, 0, 0, True)],
+)
+def test_dense_prefills_choose_nothing(
+    adapter, rng, prefill: bool | None, decode_tokens: int, graphs: int, chosen: bool
+) -> None:
+    """As vLLM's own; where a full graph is made, or decodes are among them, lists are read."""
+    batch = Batch(rng, [5, 4])
+    made(adapter, batch.lists)
+    dense = None if prefill is None else SimpleNamespace(use_dense_mha=prefill)
+    batch.lists.fill_(77)
+    batch.choose({"layer.attn": SimpleNamespace(prefill=dense, num_decode_tokens=decode_tokens)}, graphs=graphs)
+    assert (batch.lists == 77).all() == (not chosen)
+
+
+def test_decodes_without_lists_choose_nothing(adapter, rng) -> None:
+    batch = Batch(rng, [1, 1])
+    made(adapter, batch.lists)
+    batch.lists.fill_(77)
+    attention = SimpleNamespace(prefill=None, num_decode_tokens=2)
+    setattr(attention, adapter.short.NAME, "all rows")
+    batch.choose({"layer.attn": attention})
+    assert (batch.lists == 77).all()
+
+
+@pytest.mark.parametrize("longest", [K, K + 1])
+def test_short_contexts_need_no_logits(adapter, rng, monkeypatch, longest: int) -> None:
+    """Where no request has more keys than are chosen."""
+    common = importlib.import_module(f"{plugin.__name__}.indexer_common")
+    most, select = [], common.select_rows_paged
+    monkeypatch.setattr(common, "select_rows_paged", lambda *a, **k: (most.append(a[5]), select(*a, **k))[1])
+    batch = Batch(rng, [1, 1])
+    made(adapter, batch.lists)
+    batch.metadata.max_seq_len = longest
+    batch.choose()
+    assert most == [K if longest == K else MAX_LEN]
