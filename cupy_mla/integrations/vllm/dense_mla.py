@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from ...backends.sparse_mla import SparseMLABackend
 from ...cuda.program import Plan
 from ...ops.dense import planned_dense_decode
+from . import warm
 from .query import whole
 
 if TYPE_CHECKING:
@@ -60,6 +61,12 @@ class CupyMLADenseBuilder(StockBuilder):
 
     _cudagraph_support: Any = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: Any = common.QueryLenSupport.UNIFORM
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM makes builders before it captures graphs. All ranks that share rows attend with all heads of theirs.
+        heads, fp8 = self.num_heads * self.dcp_world_size, self.kv_cache_spec.dtype.itemsize == 1
+        warm.up(warm.dense_layers_of(self.vllm_config, heads, fp8), self.device)
 
 
 class CupyMLADenseImpl(StockImpl):
