@@ -15,7 +15,7 @@ from .backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from .backends.workspace import Workspace
 from .bridges import Place, cuda_available, to_cupy, to_numpy, to_torch
 from .calls.operation import register_graph_operations as _register_graph_operations
-from .config import SparseMLAConfig
+from .config import DenseMLAConfig, SparseMLAConfig
 from .cuda.attention.choose import forced
 from .flash_mla import (
     FlashMLASchedMeta,
@@ -68,6 +68,7 @@ __all__ = [
     "BatchMetadata",
     "DeepseekV4Impl",
     "DeepseekV4Layer",
+    "DenseMLAConfig",
     "FlashMLASchedMeta",
     "IndexGroups",
     "IndexerImpl",

@@ -1,4 +1,5 @@
-"""`SparseMLAConfig`: the few numbers of a model and an engine that the metadata builders and backends need."""
+"""`SparseMLAConfig` and `DenseMLAConfig`: the few numbers of a model and an engine that metadata builders, backends and
+warming up need."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import cast
 
 from . import layouts
 from .checks.options import LARGEST_INT, require_bool, require_choice, require_integer
-from .typing import CacheLayout, ModelKind, PagedLayout
+from .typing import CacheLayout, DenseLayout, ModelKind, PagedLayout
 
 C4A, C128A = 4, 128  # compress ratios of V4: rows chosen by an indexer, and every complete row
 # Compress ratios of the layers of each kind of model, in V4's that of a sliding window alone first; and of those layers
@@ -203,3 +204,48 @@ class SparseMLAConfig:
     def use_mixed_batch(self) -> bool:
         """True when batches go to the FP8 decode kernel whole."""
         return self.layout.quantized and not self.is_v4 and self.num_heads < self.mixed_below_heads
+
+
+@dataclass(frozen=True)
+class DenseMLAConfig:
+    """MLA layers without an indexer on one rank, whose decodes attend over all rows, as `cupy_mla.warmup` takes them.
+
+    Attributes:
+        num_heads: query heads on this rank, 1 to 128.
+        d_qk: row width for Q.K: 576, or 512 of models without RoPE.
+        block_size: rows a block of the paged cache.
+        cache_layout: a layout's name that `dense_decode` takes.
+        max_num_seqs: most requests in a batch.
+        max_model_len: longest sequence, in tokens.
+        num_speculative_tokens: query tokens a decode has beyond its first.
+
+    Raises:
+        TypeError, ValueError: a field is of another type or out of its range; the message names it.
+
+    Example:
+        >>> cupy_mla.DenseMLAConfig(16, cache_layout="plain_fp8").layout.token_bytes
+        576
+    """
+
+    num_heads: int
+    d_qk: int = 576
+    block_size: int = 64
+    cache_layout: DenseLayout = "bf16"
+    max_num_seqs: int = 256
+    max_model_len: int = 163840
+    num_speculative_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("num_heads", 1, 128), ("d_qk", 1, None), ("block_size", 1, None), ("max_num_seqs", 1, None),
+            ("max_model_len", 1, None), ("num_speculative_tokens", 0, None),
+        ):  # fmt: skip
+            object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
+        require_choice("cache_layout", self.cache_layout, layouts.names(layouts.DENSE_LAYOUTS))
+        if self.layout.d_qk != self.d_qk:
+            raise ValueError(f"d_qk of a {self.layout.name} cache must be {self.layout.d_qk}, got {self.d_qk}")
+
+    @property
+    def layout(self) -> layouts.Layout:
+        """The cache layout as data."""
+        return layouts.by_name(self.cache_layout, self.d_qk)

@@ -49,7 +49,8 @@ class FlashMLASchedMeta:
         shapes: the values of `FACTS` that the schedule was planned for; None before the first call.
         num_splits: splits of each query's rows that are asked for; None: chosen at each call.
         batch_invariant: as for `cupy_mla.sparse_decode`.
-        plan: memory on the GPU in which the first call's kernel leaves how it divided its lists, for the next calls.
+        plan: memory on the GPU in which the first call's kernel leaves how it divided its lists, or its requests, for
+            the next calls.
     """
 
     shapes: Shapes | None = None
@@ -61,8 +62,9 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
     """An empty schedule for `flash_mla_with_kvcache`, which fills it at its first call.
 
-    Take a new one for each step, for all its layers. The first call finds out where index lists without lengths end and
-    how to divide them over the GPU; later calls divide their lists alike. Other lists make calls slower, not wrong.
+    Take a new one for each step, for all its layers. The first call finds out where index lists without lengths end, or
+    how long requests are, and how to divide these over the GPU; later calls divide theirs alike. Other lists, and other
+    lengths of requests, make calls slower, not wrong. In a captured CUDA graph the first call does so at each replay.
 
     As in FlashMLA, positional and other keyword arguments are accepted and ignored, and the second value of the
     returned pair is None.
@@ -224,7 +226,9 @@ def flash_mla_with_kvcache(
             )
         sink = {} if attn_sink is None else {"attn_sink": attn_sink}
         given = {**sink, **scales} if out is None else {**sink, **scales, "out": out}
-        out, lse, meta.shapes = _dense_with_kvcache(q, k_cache, block_table, cache_seqlens, settings, **given)
+        out, lse, meta.shapes = _dense_with_kvcache(
+            q, k_cache, block_table, cache_seqlens, meta.plan, settings, **given
+        )
         return out, lse
     if attn_sink is topk_length is extra_k_cache is extra_indices_in_kvcache is extra_topk_length is out is None:
         others = scales  # mostly none: the usual call, which takes the host less time so
@@ -258,7 +262,8 @@ def flash_mla_with_kvcache_fp8(
         block_table: [b, width] int32 blocks of each request.
         cache_seqlens: [b] int32 rows of each request.
         head_dim_v: value width, 512.
-        tile_scheduler_metadata, num_splits: ignored: the schedule follows from lengths, on the device.
+        tile_scheduler_metadata: of the calls of a step, from `get_mla_metadata_dense_fp8` or `get_mla_metadata`.
+            Anything else is ignored, as num_splits is: each call then divides its rows anew, by lengths on the device.
         softmax_scale: default `d_qk ** -0.5`.
         causal: whether a query sees no row behind its own.
         descale_q, descale_k: `q_scale` and `k_scale` of `cupy_mla.dense_decode`.
@@ -281,7 +286,8 @@ def flash_mla_with_kvcache_fp8(
     """
     settings = head_dim_v, softmax_scale, causal, True, False, None, None, "plain_fp8"
     scales = {"q_scale": descale_q, "k_scale": descale_k}
-    out, lse, _ = _dense_with_kvcache(q, k_cache, block_table, cache_seqlens, settings, **scales)
+    plan = tile_scheduler_metadata.plan if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
+    out, lse, _ = _dense_with_kvcache(q, k_cache, block_table, cache_seqlens, plan, settings, **scales)
     return out, lse
 
 
@@ -395,7 +401,13 @@ def _with_kvcache(
 
 @operation
 def _dense_with_kvcache(
-    q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, settings: tuple[Any, ...], **others: Any
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    plan: Plan | None,
+    settings: tuple[Any, ...],
+    **others: Any,
 ) -> tuple[Any, Any, Shapes | None]:
     """out, lse, and what the schedule is made for.
 
@@ -411,6 +423,6 @@ def _dense_with_kvcache(
     scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
     out, lse = dense.decode(
         dense.Given(q, k_cache, block_table, cache_seqlens, **others), scale, dense.Sees(causal), asked.num_splits,
-        asked.batch_invariant, door,
+        asked.batch_invariant, door, plan,
     )  # fmt: skip
     return out, lse, shapes

@@ -213,18 +213,24 @@ def poisoned_outputs() -> Iterator[None]:
 
 
 class Output:
-    """A given result: poisoned, with gaps that the call must leave alone."""
+    """A given result: poisoned, with gaps that the call must leave alone.
 
-    def __init__(self, kind: NumPy, shape: tuple[int, ...], gaps: tuple[int, ...], dtype: Any = BF16) -> None:
+    Args:
+        guards: entries of axis 0 in front of it, and as many behind it, that the call must leave alone, too.
+    """
+
+    def __init__(
+        self, kind: NumPy, shape: tuple[int, ...], gaps: tuple[int, ...], dtype: Any = BF16, guards: int = 0
+    ) -> None:
         self.kind = kind
-        self.host = gapped(poisoned(shape, dtype), *gaps)
+        self.host = gapped(poisoned((shape[0] + 2 * guards, *shape[1:]), dtype), *gaps)[guards : guards + shape[0]]
         self.array, self.whole = kind.put_with_allocation(self.host)
 
     def check_gaps(self) -> None:
         self.host[...] = self.kind.take(self.array)
         expected = allocation(self.host)
         after = self.kind.take(self.whole)[: expected.size]
-        assert np.array_equal(after, expected), "memory between the rows of a result was written"
+        assert np.array_equal(after, expected), "memory between the rows of a result, or round it, was written"
 
     def check_unwritten(self) -> None:
         assert (self.kind.take(self.whole) == 0xFF).all(), "out was written"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import cupy_mla
+from cupy_mla import flash_mla
 
 from . import oracle
 from .cases import Output, as_uint8, check_result, paged_rows, poisoned_outputs, queries, scale_of
@@ -123,12 +124,20 @@ def check_dense(
     kind: NumPy, fmt: oracle.Format, q: np.ndarray, of: Requests, *, sink: np.ndarray | None = None,
     sm_scale: float | None = None, out_gaps: tuple[int, ...] | None = None, **more: Any,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Run `dense_decode` and compare it with the oracle; returns the results."""
-    out = None if out_gaps is None else Output(kind, (*q.shape[:3], 512), out_gaps, values_of(q))
-    given = {"layout": fmt.layout} | ({} if out is None else {"out": out.array})
-    got = run_dense(kind, q, of, sm_scale=sm_scale, sink=sink, **given, **more)
-    if out is not None:
-        out.check_gaps()
+    """Run `dense_decode` and compare it with the oracle; returns the results.
+
+    Args:
+        out_gaps: of a given `out`; it and a given `lse` then have guards round them.
+    """
+    given: dict[str, Output] = {}
+    if out_gaps is not None:
+        b, s_q, h_q, _ = q.shape
+        given["out"] = Output(kind, (b, s_q, h_q, 512), out_gaps, values_of(q), guards=1)
+        given["lse"] = Output(kind, (b, h_q, s_q), (0, *out_gaps[1:3][::-1]), np.dtype(np.float32), guards=1)
+    arrays = {name: result.array for name, result in given.items()}
+    got = run_dense(kind, q, of, sm_scale=sm_scale, sink=sink, layout=fmt.layout, **arrays, **more)
+    for result in given.values():
+        result.check_gaps()
     assert_dense(got, dense_oracle(fmt, q, of, sink, sm_scale))
     return got
 
@@ -144,3 +153,35 @@ def off_zero(fmt: oracle.Format, q: np.ndarray, of: Requests, **more: Any) -> np
     q = q.copy()
     q[np.abs(lse).swapaxes(1, 2) < 0.03] = 0
     return q
+
+
+def check_case_of_flash_mla(
+    kind: Any, rng: np.random.Generator, b: int, mean: int, s_q: int, h_q: int, *, causal: bool, varlen: bool
+) -> None:
+    """Inputs and bounds of FlashMLA's own test of dense decode, by its front door. Rows behind a request are NaN."""
+    torch = kind.torch
+    lens = np.maximum(rng.normal(mean, mean / 2, b), s_q) if varlen else np.full(b, mean)
+    lens = lens.astype(np.int32)
+    width = -(-int(lens.max()) // 64)
+    generator = torch.Generator(kind.device).manual_seed(int(rng.integers(2**31)))
+    new = {"generator": generator, "device": kind.device}
+    q = torch.randn(b, s_q, h_q, 576, **new).bfloat16()
+    cache = torch.randn(b * width, 64, 1, 576, **new).bfloat16()
+    table = torch.randperm(b * width, **new).int().view(b, width)
+    for i, n in enumerate(lens.tolist()):
+        rows = cache[table[i].long()]
+        rows.view(-1, 576)[n:] = torch.nan
+        cache[table[i].long()] = rows
+    meta, _ = flash_mla.get_mla_metadata(kind.put(lens), s_q * h_q, 1)
+    out, lse = flash_mla.flash_mla_with_kvcache(q, cache, table, kind.put(lens), 512, meta, causal=causal)
+    for i, n in enumerate(lens.tolist()):
+        rows = cache[table[i].long()].view(-1, 576)[:n].double()
+        logits = torch.einsum("shd,nd->hsn", q[i].double(), rows) * 576**-0.5
+        if causal:
+            hidden = torch.ones(s_q, n, dtype=torch.bool, device=kind.device).tril(n - s_q).logical_not()
+            logits = logits.masked_fill(hidden, -torch.inf)
+        want_lse = logits.logsumexp(-1)
+        want = torch.einsum("hsn,nd->shd", (logits - want_lse[..., None]).exp(), rows[:, :512])
+        assert torch.allclose(lse[i].double(), want_lse, rtol=1e-5, atol=1e-6)
+        x = out[i].double()
+        assert 1 - 2 * (x * want).sum() / (x * x + want * want).sum() < 5e-4

@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from cupy_mla.cuda.program import Plan
+from cupy_mla.ops.dense import planned_dense_decode
+
 from . import oracle
-from .cases import queries, sinks
+from .cases import poisoned_outputs, queries, scale_of, sinks
 from .dense import (
     Requests,
     Sees,
@@ -89,6 +92,14 @@ def blocks_that_are_not_there(kind: Any, rng: np.random.Generator, b: int, forma
     assert not out[[1, b - 1]].astype(np.float32).any()
 
 
+def lengths_that_differ_by_a_thousand(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
+    """One request is a thousand times as long as others, and some have no row."""
+    fmt, lens = formats[rng.integers(len(formats))], rng.integers(0, 3, b)
+    lens[rng.choice(b, 2, replace=False)] = 2, int(rng.integers(2000, 2200))
+    of = in_cache(rng, fmt, lens, int(rng.choice([1, 16, 64])), 2, some_view(rng))
+    check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, b, 2, 20), of), of, sink=sinks(rng, 20))
+
+
 def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
     """Nothing of a call stays from the one before: lengths are those that then lie in the arrays."""
     fmt = formats[rng.integers(len(formats))]
@@ -97,6 +108,29 @@ def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int,
     for _ in range(3):
         check_dense(kind, fmt, off_zero(fmt, q, of), of)
         of.lens = rng.integers(0, longest + 1, dtype=np.int32)
+
+
+def calls_of_one_plan(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
+    """The first call divides its rows, and the others divide theirs alike, however long their requests are: of no row
+    at all, longer than in the first call, and where the first one found none."""
+    fmt, h_q = formats[rng.integers(len(formats))], int(rng.choice([3, 16, 40]))
+    longest = rng.integers(700, 1500, b)
+    of, q = in_cache(rng, fmt, longest, 64, 2), dense_queries(rng, fmt, b, 2, h_q)
+    some = rng.integers(0, longest + 1)
+    for first, *others in ((longest, 0 * longest, some), (some, longest, some // 9), (some // 9, longest)):
+        plan, bits = Plan(), []
+        for lens in (first, *others, first):
+            of.lens = lens.astype(np.int32)
+            given = off_zero(fmt, q, of)
+            with poisoned_outputs():
+                results = planned_dense_decode(
+                    *map(kind.put, (given, of.cache, of.table, of.lens)), scale_of(q, None), plan
+                )
+            out, lse = map(kind.take, results)
+            assert_dense((out, lse), dense_oracle(fmt, given, of))
+            bits.append((out.tobytes(), lse.tobytes()))
+        assert plan.made, "no kernel divided rows by it"
+        assert bits[0] == bits[-1]
 
 
 def bits_of_a_request(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:

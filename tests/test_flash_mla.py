@@ -15,7 +15,7 @@ from cupy_mla.calls.prepared import CallPlace
 
 from . import oracle
 from .cases import Paged, assert_decoded, decode_oracle, entries, flat_rows, off_zero, paged, queries, sinks, some
-from .dense import Requests, Sees, assert_dense, dense_oracle, in_cache
+from .dense import Requests, Sees, assert_dense, check_case_of_flash_mla, dense_oracle, in_cache
 from .kinds import BF16, E4M3, NumPy, make, poisoned
 
 # Names and defaults of FlashMLA's Python interface, as vLLM 0.22.1 ships it, and what sgl-flash-mla 1.0 has beside.
@@ -250,35 +250,10 @@ def test_batch_invariance_is_asked_of_the_kernels(monkeypatch, gpu, rng):
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.long(sample=4)
 def test_cases_of_flash_mla(rng, library, causal, h_q, s_q, length, varlen):
-    """The sizes, inputs and bounds of FlashMLA's own test of dense decode; on the CPU fewer and shorter requests."""
+    """On the CPU fewer and shorter requests."""
     kind = make(library)
-    torch = kind.torch
     b, mean = (128, length) if kind.on_gpu else (3, length // 32)
-    lens = np.maximum(rng.normal(mean, mean / 2, b), s_q) if varlen else np.full(b, mean)
-    lens = lens.astype(np.int32)
-    width = -(-int(lens.max()) // 64)
-    generator = torch.Generator(kind.device).manual_seed(int(rng.integers(2**31)))
-    new = {"generator": generator, "device": kind.device}
-    q = torch.randn(b, s_q, h_q, 576, **new).bfloat16()
-    cache = torch.randn(b * width, 64, 1, 576, **new).bfloat16()
-    table = torch.randperm(b * width, **new).int().view(b, width)
-    for i, n in enumerate(lens.tolist()):
-        rows = cache[table[i].long()]
-        rows.view(-1, 576)[n:] = torch.nan
-        cache[table[i].long()] = rows
-    meta, _ = flash_mla.get_mla_metadata(kind.put(lens), s_q * h_q, 1)
-    out, lse = flash_mla.flash_mla_with_kvcache(q, cache, table, kind.put(lens), 512, meta, causal=causal)
-    for i, n in enumerate(lens.tolist()):
-        rows = cache[table[i].long()].view(-1, 576)[:n].double()
-        logits = torch.einsum("shd,nd->hsn", q[i].double(), rows) * 576**-0.5
-        if causal:
-            hidden = torch.ones(s_q, n, dtype=torch.bool, device=kind.device).tril(n - s_q).logical_not()
-            logits = logits.masked_fill(hidden, -torch.inf)
-        want_lse = logits.logsumexp(-1)
-        want = torch.einsum("hsn,nd->shd", (logits - want_lse[..., None]).exp(), rows[:, :512])
-        assert torch.allclose(lse[i].double(), want_lse, rtol=1e-5, atol=1e-6)
-        x = out[i].double()
-        assert 1 - 2 * (x * want).sum() / (x * x + want * want).sum() < 5e-4
+    check_case_of_flash_mla(kind, rng, b, mean, s_q, h_q, causal=causal, varlen=varlen)
 
 
 # --- the schedule ---------------------------------------------------------------------------------------------

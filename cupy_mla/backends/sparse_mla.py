@@ -21,7 +21,7 @@ from ..metadata.sparse_mla import (
     SparseMLAMetadataBuilder,
 )
 from ..ops.attention import planned_decode, sparse_prefill
-from ..ops.dense import dense_decode
+from ..ops.dense import planned_dense_decode
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..typing import A, AnyArray, CacheLayout, ModelKind
 from .index_groups import PhysicalTopk, to_slots
@@ -275,8 +275,8 @@ class SparseMLAImpl:
     def _attend_all(self, q: Any, kv_cache: Any, dense: DenseDecodes, sinks: Any, out: Any, lse: Any) -> None:
         """Attention of decodes over all rows of their requests."""
         shape, end = (len(dense.seq_lens), dense.query_len), dense.num_tokens
-        _, found = dense_decode(
-            q[:end].reshape(*shape, *q.shape[1:]), kv_cache, dense.block_table, dense.seq_lens, self.scale,
+        _, found = planned_dense_decode(
+            q[:end].reshape(*shape, *q.shape[1:]), kv_cache, dense.block_table, dense.seq_lens, self.scale, dense.plan,
             attn_sink=sinks, out=out[:end].reshape(*shape, *out.shape[1:]),
         )  # fmt: skip
         if lse is not None:

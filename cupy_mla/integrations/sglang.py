@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from ..checks.options import require_choice
+from ..config import SparseMLAConfig
 from ..layouts import BF16_512, BF16_576, V32_FP8
 from ..ops.attention import sparse_decode, sparse_prefill
+from . import warm
 from .contract import Needs, meets, sources
 
 MODES = ("off", "override")
@@ -25,6 +27,7 @@ BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
 NEEDS: Needs = {
     "srt.plugins.hook_registry": (
         "HookRegistry.register(cls, target, hook, hook_type)",
+        "HookType.AFTER",
         "HookType.AROUND",
         "HookType.REPLACE",
     ),
@@ -33,10 +36,22 @@ NEEDS: Needs = {
         "(self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale, topk_length, attn_sink)",
         "DeepseekSparseAttnBackend._forward_flashmla_kv"
         "(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)",
-        "DeepseekSparseAttnBackend.physical_page_size",
+        "DeepseekSparseAttnBackend.__init__(self, model_runner)",
+        "DeepseekSparseAttnBackend.device",
+        "DeepseekSparseAttnBackend.dsa_decode_impl",
+        "DeepseekSparseAttnBackend.dsa_index_topk",
+        "DeepseekSparseAttnBackend.dsa_prefill_impl",
         "DeepseekSparseAttnBackend.kv_cache_dim",
+        "DeepseekSparseAttnBackend.max_context_len",
+        "DeepseekSparseAttnBackend.num_q_heads",
+        "DeepseekSparseAttnBackend.physical_page_size",
+        "DeepseekSparseAttnBackend.qk_rope_head_dim",
     ),
 }
+# What SGLang's options call the paths that are replaced, or may be.
+REPLACED = ("flashmla_sparse", "flashmla_kv", "flashmla_auto")
+# Query tokens of the largest calls that are warmed up; no choice of a kernel depends on how many more there are.
+MOST_TOKENS = 2048
 # Values of a cache row that the decode kernels read: bf16 with RoPE and without, and FP8 in bytes.
 ROWS = (BF16_576.d_qk, BF16_512.d_qk, V32_FP8.token_bytes)
 
@@ -59,6 +74,23 @@ def register() -> None:
 
     HookRegistry.register(f"{BACKEND}._forward_flashmla_sparse", forward_flashmla_sparse, HookType.REPLACE)
     HookRegistry.register(f"{BACKEND}._forward_flashmla_kv", forward_flashmla_kv, HookType.AROUND)
+    HookRegistry.register(f"{BACKEND}.__init__", warm_up, HookType.AFTER)
+
+
+def warm_up(made: None, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Make the kernels of a backend's layers ready, before graphs are captured. SGLang calls this when it has made one.
+
+    Nothing happens where no option selects a path that is replaced.
+    """
+    if self.dsa_prefill_impl not in REPLACED and self.dsa_decode_impl not in REPLACED:
+        return
+    layers = SparseMLAConfig(
+        self.num_q_heads, BF16_576.d_qk if self.qk_rope_head_dim else BF16_512.d_qk, topk=self.dsa_index_topk,
+        block_size=self.physical_page_size, max_num_seqs=MOST_TOKENS, max_num_batched_tokens=MOST_TOKENS,
+        cache_layout="v32_fp8" if self.kv_cache_dim == V32_FP8.token_bytes else "bf16",
+        max_model_len=self.max_context_len, model="v32",
+    )  # fmt: skip
+    warm.up(layers, torch.device(self.device), logger)
 
 
 def forward_flashmla_sparse(

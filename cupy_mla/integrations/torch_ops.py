@@ -240,9 +240,15 @@ def _with_kvcache(q: Any, k_cache: Any, indices: Any, plan: Any, settings: tuple
 
 
 def _dense_with_kvcache(
-    q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, settings: tuple[Any, ...], **others: Any
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    plan: Any,
+    settings: tuple[Any, ...],
+    **others: Any,
 ) -> Any:
-    """As in `cupy_mla.flash_mla`; a schedule says nothing but splits."""
+    """As in `cupy_mla.flash_mla`. A given schedule is followed; none is made."""
     head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, planned, num_splits, kv_format = settings
     require_d_v("head_dim_v", head_dim_v)
     _require_kind(k_cache, is_fp8_kvcache)
@@ -284,6 +290,13 @@ def _decode_of_step(
     return _NAMED["sparse_decode"](q, k_cache, indices, sm_scale, num_splits=num_splits, **others)
 
 
+def _planned_dense_decode(
+    q: Any, k_cache: Any, block_table: Any, seq_lens: Any, sm_scale: float, plan: Any, **others: Any
+) -> Any:
+    """Without the plan: a graph makes none."""
+    return _NAMED["dense_decode"](q, k_cache, block_table, seq_lens, sm_scale, **others)
+
+
 def _split_kv_b_proj(weight: Any, num_heads: int, d_nope: int, *, scales: Any = None) -> Any:
     if scales is not None:
         rows, columns = weight.shape
@@ -300,6 +313,7 @@ TRACED: dict[str, Callable[..., Any]] = {
     "_dense_with_kvcache": _dense_with_kvcache,
     "planned_decode": _planned_decode,
     "decode_of_step": _decode_of_step,
+    "planned_dense_decode": _planned_dense_decode,
     "split_kv_b_proj": _split_kv_b_proj,
     "absorb_q": lambda q_nope, w_uk: absorb.product_by_head("torch", q_nope, w_uk.permute(1, 2, 0)),
     "v_up_proj": lambda x, w_uv: absorb.product_by_head("torch", x, w_uv.swapaxes(0, 1)),

@@ -117,11 +117,13 @@ class DenseDecodes:
         seq_lens: [B] int32, 0 of requests that tokens which pad the batch stand for.
         block_table: [B, W] int32, of as many blocks as topk tokens take.
         query_len: query tokens of each.
+        plan: memory on the GPU in which the first layer's launch leaves how it divided rows, for the other layers.
     """
 
     seq_lens: AnyArray
     block_table: AnyArray
     query_len: int
+    plan: Plan = field(default_factory=Plan, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:

@@ -23,6 +23,7 @@ from ..cuda.attention import dense as cuda
 from ..cuda.attention.choose import asked
 from ..cuda.attention.divide import MAX_SPLITS
 from ..cuda.attention.problem import DenseProblem
+from ..cuda.program import Plan
 from ..dtypes import FLOAT32, INT32
 from ..layouts import D_V, DENSE_LAYOUTS, Layout
 from ..reference import dense as reference
@@ -131,6 +132,19 @@ def dense_decode(
     return decode(given, scale, Sees(causal, window), num_splits, batch_invariant, Door(layout=layout))
 
 
+@operation
+def planned_dense_decode(
+    q: A, k_cache: AnyArray, block_table: AnyArray, seq_lens: AnyArray, sm_scale: float, plan: Plan, **others: Any
+) -> tuple[A, A]:
+    """`dense_decode` of the layers of a step, for the backends: calls with one plan divide their rows alike.
+
+    Args:
+        others: arrays under the names that `Given` has for them.
+    """
+    scale = require_scale("sm_scale", sm_scale)
+    return decode(Given(q, k_cache, block_table, seq_lens, **others), scale, Sees(), None, plan=plan)
+
+
 class Given(NamedTuple):
     """The arrays of a dense decode as a front door is given them: those of `dense_decode`, and scales."""
 
@@ -159,11 +173,13 @@ def decode(
     num_splits: int | None,
     batch_invariant: bool = False,
     door: Door = NO_DOOR,
+    plan: Plan | None = None,
 ) -> tuple[Any, Any]:
     """What `dense_decode` does, for the front doors.
 
     Args:
         scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
+        plan: of the calls that divide their rows alike, whose requests are equally long.
     """
     q, k_cache, block_table, seq_lens, attn_sink, out, lse, q_scale, k_scale = given
     place, (q_, cache, table, lens) = bind(
@@ -194,7 +210,7 @@ def decode(
     out_ = place.output("out", out_, (b, s_q, h_q, D_V), layout.values)
     lse_ = place.output("lse", lse_, (b, h_q, s_q), FLOAT32)
     scale = layout.d_qk**-0.5 if scale is None else scale
-    launcher = partial(cuda.dense_decode, batch_invariant=batch_invariant)
+    launcher = partial(cuda.dense_decode, batch_invariant=batch_invariant, plan=plan)
     arguments = DenseDecode(
         layout, q_, cache, table, lens, scale, q_scale, k_scale, causal, window, sink, num_splits, out_, lse_
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..bridges import Place, require_cupy
 from ..checks.options import require_instance, require_integer
-from ..config import SparseMLAConfig
+from ..config import DenseMLAConfig, SparseMLAConfig
 from ..cuda import all_kernels, driver, logits, logits_sm90, topk
 from ..cuda.attention.kernels import dense_cluster_sm90, dense_combine, dense_fp8_sm90, dense_sm90, dense_whole_sm90
 from ..cuda.driver import Gpu
@@ -32,14 +32,15 @@ THREADS = 8  # that compile
 DENSE = dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_fp8_sm90
 
 
-def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
+def warmup(config: SparseMLAConfig | DenseMLAConfig, device: int = 0) -> list[Kernel]:
     """Compile (or take from CuPy's disk cache) and load the kernels that layers of a config need, on one GPU.
 
     Calls their operations once each, and attention at all small numbers of query tokens and every power of two up to
     the config's maxima, with index lists without a valid entry, of V3.2's kind with and without lengths, and over all
     rows of requests that have none. Which kernel runs depends on such numbers; whatever these calls load is ready
     afterwards in this process, and on disk for others. Where layers have an indexer, every kernel is loaded that its
-    steps may run. Uses a few hundred MB of GPU memory for a moment, from a pool of its own.
+    steps may run. Layers without one, of a `DenseMLAConfig`, need `dense_decode` alone. Uses a few hundred MB of GPU
+    memory for a moment, from a pool of its own.
 
     Args:
         config: the layers and the engine's maxima.
@@ -57,18 +58,21 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
     from ..ops.table import Wanted
     from .cases import cases
 
-    require_instance("config", config, SparseMLAConfig)
+    if not isinstance(config, DenseMLAConfig):
+        require_instance("config", config, SparseMLAConfig)
     device = require_integer("device", device, 0)
     cupy = require_cupy("warmup")
     memory = cupy.cuda.MemoryPool()  # ends with this call, and goes back to the driver
     with cupy.cuda.Device(device), cupy.cuda.using_allocator(memory.malloc):
-        for case in cases(np.random.default_rng(0), Wanted((config.layout, config.layout_of_compressed))):
-            if case.operation.function not in (sparse_decode, sparse_prefill, dense_decode):
-                case.run(cupy.asarray)
-        _attention(cupy, config)
+        wanted = dense_kernels(driver.gpu(device), config.layout)
+        if isinstance(config, SparseMLAConfig):
+            for case in cases(np.random.default_rng(0), Wanted((config.layout, config.layout_of_compressed))):
+                if case.operation.function not in (sparse_decode, sparse_prefill, dense_decode):
+                    case.run(cupy.asarray)
+            _attention(cupy, config)
+            wanted += indexer_kernels(driver.gpu(device), config)
         _dense(cupy, config)
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-            wanted = [*indexer_kernels(driver.gpu(device), config), *dense_kernels(driver.gpu(device), config.layout)]
             list(threads.map(lambda kernel: kernel.load(device), wanted))
         cupy.cuda.Device(device).synchronize()
     return [kernel for kernel in all_kernels() if kernel.loaded(device)]
@@ -140,16 +144,17 @@ def _lengths(cupy: ModuleType, config: SparseMLAConfig, tokens: int) -> list[Any
     return [lengths] if config.is_v4 else [None, lengths]
 
 
-def _dense(cupy: ModuleType, config: SparseMLAConfig) -> None:
+def _dense(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> None:
     """Decodes over all rows, of requests that are as long as they may be by their block tables, and have no row."""
-    layout, n = config.layout, 1 + config.num_speculative_tokens
+    layout = config.layout
     width = ceil_div(config.max_model_len, config.block_size)
     cache = empty_cache(layout, 1, config.block_size, Place.of(cupy.zeros(0, np.float32)))
     table = cupy.zeros(width, np.int32)
     for b in query_tokens(config.max_num_seqs):
-        q = _zeros(cupy, b, n, config.num_heads, layout.d_qk)
         tables, lens = cupy.broadcast_to(table, (b, width)), cupy.zeros(b, np.int32)
-        dense_decode(q, cache, tables, lens, SM_SCALE, layout=cast(DenseLayout, layout.name))
+        for tokens in range(1, 2 + config.num_speculative_tokens):
+            q = _zeros(cupy, b, tokens, config.num_heads, layout.d_qk, dtype=layout.values)
+            dense_decode(q, cache, tables, lens, SM_SCALE, layout=cast(DenseLayout, layout.name))
 
 
 def query_tokens(most: int) -> list[int]:
@@ -159,9 +164,9 @@ def query_tokens(most: int) -> list[int]:
     return sorted({*range(1, min(most, EVERY_NUMBER) + 1), *powers, most})
 
 
-def _zeros(cupy: ModuleType, *shape: int) -> Any:
-    """bfloat16 zeros of which only one row exists."""
-    return cupy.broadcast_to(cupy.zeros(shape[-1:], BFLOAT16), shape)
+def _zeros(cupy: ModuleType, *shape: int, dtype: np.dtype = BFLOAT16) -> Any:
+    """Zeros of which only one row exists."""
+    return cupy.broadcast_to(cupy.zeros(shape[-1:], dtype), shape)
 
 
 def _nothing(cupy: ModuleType, *shape: int) -> Any:

@@ -12,7 +12,8 @@ struct DenseParams : AttentionParams {
     Divisor heads;       // query heads
     int32_t causal;      // a query sees no row behind its own: the queries are the request's last tokens
     int32_t window;      // rows that a query sees at most, the last ones; 0: all
-    int32_t num_shares;  // CTAs of dense_sm90.cu, whose shares stand in `plan`
+    int32_t num_shares;  // CTAs whose shares stand in `shares`
+    int4* shares;        // [num_shares] those of this call, for dense_combine.cu
 };
 
 // DENSE: the parameter of the launch.

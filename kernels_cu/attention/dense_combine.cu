@@ -44,7 +44,7 @@ __device__ __forceinline__ int find_cuts(const DenseParams& p, int shares) {
 #pragma unroll 1
     for (int base = 0; base < shares; base += COMBINERS) {
         const int share = base + threadIdx.x;
-        const int4 of = share < shares ? __ldcg(p.plan + share) : make_int4(0, 0, 0, 0);
+        const int4 of = share < shares ? __ldcg(p.shares + share) : make_int4(0, 0, 0, 0);
         const bool begins_cut = of.w > 0 && (of.x != of.z || of.y == 0);
         if (share < shares) sm.ends[share] = {of.z, of.w};
         const uint32_t found = __ballot_sync(~0u, begins_cut);
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(COMBINERS) dense_combine(const __gr
     const int cuts = split ? items : find_cuts(p, p.num_shares);
     auto find = [&](int n) { return split ? Cut{n, n * p.num_splits, p.num_splits} : cut_of(n, lane); };
     // Items without rows have no partial results.
-    auto is_left = [&](const Cut& cut) { return !split || __ldcg(p.plan + cut.first).w > 0; };
+    auto is_left = [&](const Cut& cut) { return !split || __ldcg(p.shares + cut.first).w > 0; };
     const int units = cuts * item_lines;
     // Equal splits are those of batch-invariant calls, too, whose bits do not depend on how many lines there are.
     const bool together = !split && units <= int(gridDim.x);

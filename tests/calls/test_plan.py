@@ -19,7 +19,7 @@ from cupy_mla.calls import plan
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.calls.scratch import PER_THREAD_STREAM
 from cupy_mla.cuda.program import PLAN_BYTES
-from cupy_mla.cuda.structs import ATTENTION
+from cupy_mla.cuda.structs import ATTENTION, DENSE
 from tests.fake_gpu import FakeGPU
 
 torch = pytest.importorskip("torch")
@@ -44,9 +44,29 @@ def call(
 
 
 def plan_of(gpu: FakeGPU) -> tuple[int, int]:
-    (launch,) = (launch for launch in gpu.log if launch.kernel.params is ATTENTION)
-    at = [ATTENTION.offsets[ATTENTION.index[name]] for name in ("plan_filled", "plan")]
+    launch, *merge = (launch for launch in gpu.log if launch.kernel.params in (ATTENTION, DENSE))
+    assert all(kernel.name == "dense_combine" for kernel, *_ in merge)
+    at = [ATTENTION.offsets[ATTENTION.index[name]] for name in ("plan_filled", "plan")]  # DENSE begins with them
     return struct.unpack_from("i", launch.params, at[0])[0], struct.unpack_from("Q", launch.params, at[1])[0]
+
+
+ROWS = {"bf16": (576, torch.bfloat16), "v32_fp8": (656, torch.uint8), "plain_fp8": (576, torch.float8_e4m3fn)}
+
+
+def dense_call(
+    gpu: FakeGPU, of: Any, *, rows: str = "bf16", b: int = 67, h: int = 64, width: int = 500, **more: Any
+) -> tuple[int, int]:
+    """As `call`, of requests of up to `width` blocks."""
+    gpu.log.clear()
+    arrays = (
+        torch.zeros((b, 1, h, 576), dtype=torch.bfloat16), torch.zeros((4, 64, 1, ROWS[rows][0]), dtype=ROWS[rows][1]),
+        torch.zeros((b, width), dtype=torch.int32), torch.zeros(b, dtype=torch.int32),
+    )  # fmt: skip
+    if rows == "plain_fp8":
+        flash_mla.flash_mla_with_kvcache_fp8(*arrays, 512, of, None, **more)
+    else:
+        flash_mla.flash_mla_with_kvcache(*arrays, 512, of, **more)
+    return plan_of(gpu)
 
 
 def test_the_first_call_fills_a_plan_for_the_others(gpu):
@@ -55,6 +75,45 @@ def test_the_first_call_fills_a_plan_for_the_others(gpu):
         assert filled == 0 == address % 16
         assert address
         assert others == [(1, address)] * 3
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_dense_calls_of_a_schedule_share_a_plan(gpu, rows):
+    """Of equally many requests and heads; blocks of their tables may be more."""
+    for made in (schedule(), schedule()):
+        found = [dense_call(gpu, made, rows=rows, width=width) for width in (500, 500, 501, 500)]
+        assert [filled for filled, _ in found] == [0, 1, 1, 1]
+        assert len({address for _, address in found} - {0}) == 1
+        filled = []
+        for more in ({"b": 66}, {"b": 66}, {"b": 66, "h": 63}, {}):
+            made.shapes = None  # by a schedule that forgets them
+            filled.append(dense_call(gpu, made, rows=rows, **more)[0])
+        assert filled == [0, 1, 0, 0]
+
+
+def test_dense_calls_without_shares_have_no_plan(gpu):
+    """Short requests, equal splits, and those of batch-invariant calls; and calls that no schedule is given."""
+    made = schedule()
+    for more in ({"width": 2}, {"b": 1, "width": 40}, {"enable_batch_invariant": True}):
+        made.shapes = None
+        assert [dense_call(gpu, made, **more) for _ in range(2)] == [NO_PLAN] * 2
+    made.shapes, made.num_splits = None, 3
+    assert dense_call(gpu, made) == NO_PLAN
+    assert made.plan.made == ()
+    assert [dense_call(gpu, None, rows="plain_fp8") for _ in range(2)] == [NO_PLAN] * 2
+
+
+def test_dense_captures_have_plans_of_their_own(gpu):
+    """Streams, too. The first call of a graph divides anew at each replay."""
+    made = schedule()
+    filled = [dense_call(gpu, made)[0] for _ in range(2)]
+    for gpu.capture in (1, 2):
+        gpu.capturing = True
+        filled += [dense_call(gpu, made)[0] for _ in range(2)]
+    gpu.capturing = False
+    for gpu.stream in (5, 6, PER_THREAD_STREAM):
+        filled += [dense_call(gpu, made)[0] for _ in range(2)]
+    assert filled == [0, 1] * 5 + [0, 0]
 
 
 def test_schedules_have_plans_of_their_own(gpu):
@@ -98,6 +157,31 @@ def test_layers_of_the_backend_share_a_plan(monkeypatch, mixed):
         found.append(plan_of(gpu))
     forget_calls()
     gc.collect()
+    assert [filled for filled, _ in found] == [0, 1, 1, 0, 1]
+    addresses = [address for _, address in found]
+    assert addresses[0] == addresses[1] == addresses[2] != addresses[3] == addresses[4]
+
+
+def test_layers_that_attend_over_all_rows_share_a_plan(monkeypatch):
+    """Of the backend, in steps of short contexts: that of the step's metadata."""
+    forget_calls()
+    config = cupy_mla.SparseMLAConfig(
+        64, max_num_seqs=67, max_num_batched_tokens=67, max_model_len=2048, dense_when_short=True
+    )
+    tokens = np.arange(67)
+    batch = cupy_mla.BatchMetadata(np.arange(68), [1] * 67, tokens[:, None], 64 * tokens, 0 * tokens)
+    builder = cupy_mla.SparseMLAMetadataBuilder(config, ("torch", HOST))
+    steps = [builder.build(batch) for _ in range(2)]
+    gpu = FakeGPU(monkeypatch)
+    q, cache = torch.zeros((67, 64, 576), dtype=torch.bfloat16), torch.zeros((67, 64, 576), dtype=torch.bfloat16)
+    impl = cupy_mla.SparseMLAImpl(config, 0.1, cupy_mla.Workspace(cupy_mla.Place.of(q)))
+    chosen, found = torch.zeros((67, 2048), dtype=torch.int32), []
+    with cupy_mla.forced("dense_sm90"):
+        for metadata in (steps[0], steps[0], steps[0], steps[1], steps[1]):
+            gpu.log.clear()
+            impl.forward_mqa(q, cache, metadata, chosen)
+            found.append(plan_of(gpu))
+    forget_calls()
     assert [filled for filled, _ in found] == [0, 1, 1, 0, 1]
     addresses = [address for _, address in found]
     assert addresses[0] == addresses[1] == addresses[2] != addresses[3] == addresses[4]

@@ -60,8 +60,20 @@ def test_blocks_that_are_not_there(kind, rng, division):
 
 @pytest.mark.long(sample=1)
 @divided
+def test_lengths_that_differ_by_a_thousand(kind, rng, division):
+    dense_hopper.lengths_that_differ_by_a_thousand(kind, rng, REQUESTS[division], FP8_FORMATS)
+
+
+@pytest.mark.long(sample=1)
+@divided
 def test_a_call_again_with_other_lengths(kind, rng, division):
     dense_hopper.a_call_again_with_other_lengths(kind, rng, REQUESTS[division], FP8_FORMATS)
+
+
+@pytest.mark.long(sample=1)
+def test_calls_of_one_plan(kind, rng, force):
+    force(division="shares")
+    dense_hopper.calls_of_one_plan(kind, rng, 3, FP8_FORMATS[:2])
 
 
 @pytest.mark.long(sample=1)

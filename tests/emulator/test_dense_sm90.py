@@ -30,8 +30,18 @@ def test_blocks_that_are_not_there(kind, rng):
 
 
 @pytest.mark.long(sample=1)
+def test_lengths_that_differ_by_a_thousand(kind, rng):
+    dense_hopper.lengths_that_differ_by_a_thousand(kind, rng, REQUESTS)
+
+
+@pytest.mark.long(sample=1)
 def test_a_call_again_with_other_lengths(kind, rng):
     dense_hopper.a_call_again_with_other_lengths(kind, rng, REQUESTS)
+
+
+@pytest.mark.long(sample=1)
+def test_calls_of_one_plan(kind, rng):
+    dense_hopper.calls_of_one_plan(kind, rng, 3)
 
 
 @pytest.mark.long(sample=1)

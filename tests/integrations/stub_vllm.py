@@ -60,6 +60,11 @@ DENSE_MLA = """
         class MLACommonMetadataBuilder:
             query_len_support = QueryLenSupport.SINGLE_ONLY
             reorder_batch_threshold = 1
+            dcp_world_size = 1
+
+            def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+                self.kv_cache_spec, self.vllm_config, self.device = kv_cache_spec, vllm_config, device
+                self.num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
 
         class MLACommonImpl(AttentionImplBase):
             def __init__(self, scale):
@@ -69,9 +74,15 @@ DENSE_MLA = """
                 raise NotImplementedError
         """
 
+SPEC = """
+        class AttentionSpec:
+            dtype: object
+        """
+
 SOURCES = {
     "__init__": "",
     "envs": "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = 1\n",
+    "v1/kv_cache_interface": SPEC,
     "compilation/__init__": "",
     "compilation/breakable_cudagraph": """
         def eager_break_during_capture(function):
@@ -93,6 +104,10 @@ SOURCES = {
         class AttentionConfig:
             hisparse_config = None
         """,
+    "config/device": """
+        class DeviceConfig:
+            device_type: str
+        """,
     "config/parallel": """
         class ParallelConfig:
             cp_kv_cache_interleave_size: int
@@ -109,6 +124,7 @@ SOURCES = {
     "config/vllm": """
         class VllmConfig:
             attention_config: object
+            device_config: object
             model_config: object
             parallel_config: object
             scheduler_config: object
@@ -116,6 +132,7 @@ SOURCES = {
         """,
     "config/model": """
         class ModelConfig:
+            hf_config: object
             hf_text_config: object
             max_model_len: int
 
@@ -499,10 +516,14 @@ SOURCES = {
         """,
     "models/__init__": "",
     "models/deepseek_v4/__init__": """
-        class DeepseekV4ForCausalLM:
-            pass
+        from vllm.models.deepseek_v4.nvidia.model import DeepseekV4ForCausalLM
         """,
     "models/deepseek_v4/nvidia/__init__": "",
+    "models/deepseek_v4/nvidia/model": """
+        class DeepseekV4ForCausalLM:
+            def __init__(self, *, vllm_config, prefix=""):
+                self.made_of = vllm_config, prefix
+        """,
     "models/deepseek_v4/nvidia/flashmla": """
         def stock(*args, **kwargs):
             return "stock", kwargs
@@ -684,8 +705,9 @@ SOURCES_33 = {
             ):
                 raise NotImplementedError
         """,
-    "v1/kv_cache_interface": """
-        class MLAAttentionSpec:
+    "v1/kv_cache_interface": SPEC
+    + """
+        class MLAAttentionSpec(AttentionSpec):
             cache_dtype_str = None
         """,
     "v1/attention/backends/mla/sparse_utils": """

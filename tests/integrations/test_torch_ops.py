@@ -12,6 +12,7 @@ import cupy_mla
 from cupy_mla import flash_mla
 from cupy_mla.cuda.program import Plan
 from cupy_mla.ops.attention import planned_decode
+from cupy_mla.ops.dense import planned_dense_decode
 from tests import kinds, oracle
 from tests.cases import normal, queries
 from tests.dense import in_cache
@@ -164,6 +165,20 @@ def test_planned_decode_in_a_graph(kind, rng):
     indices[..., -1] = -1
     returned, lse = compiled(q, cache, indices, ends, scale, out, None, plan)
     want, want_lse = cupy_mla.sparse_decode(q, cache, indices, scale)
+    assert returned is out
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)
+    assert plan.made == ()
+
+
+def test_planned_dense_decode_in_a_graph(kind, rng):
+    """What backends call for decodes over all rows."""
+    of, q = in_cache(rng, oracle.V32, [70, 33], 64, 2), queries(rng, 2, 2, 8, 576)
+    arrays, plan = [*map(kind.put, (q, of.cache, of.table, of.lens))], Plan()
+    out = torch.empty_like(arrays[0][..., :512])
+    compiled = torch.compile(planned_dense_decode, fullgraph=True, backend="aot_eager")
+    returned, lse = compiled(*arrays, 0.04, plan, out=out)
+    want, want_lse = cupy_mla.dense_decode(*arrays, 0.04)
     assert returned is out
     assert torch.equal(out, want)
     assert torch.equal(lse, want_lse)

@@ -13,10 +13,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from cupy_mla.calls.operation import forget_calls  # noqa: E402
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
 from tests import oracle  # noqa: E402
+from tests.calls.test_plan import plan_of  # noqa: E402
 from tests.cases import queries  # noqa: E402
 from tests.dense import Requests, dense_oracle, in_cache  # noqa: E402
+from tests.fake_gpu import FakeGPU  # noqa: E402
 from tests.integrations.test_vllm import as_torch  # noqa: E402
 
 SCALE = 0.07
@@ -114,6 +117,25 @@ def test_lse_of_several_query_tokens(adapter, rng) -> None:
     _, lse = impl.forward_mqa(as_torch(q.reshape(6, HEADS, 576)), as_torch(of.cache), decodes(adapter, of), None)
     want = dense_oracle(oracle.BF16_576, q, of, sm_scale=SCALE)[1]
     oracle.assert_close(lse.numpy(), want.swapaxes(1, 2).reshape(6, HEADS), "decode lse")
+
+
+def test_layers_of_a_step_share_a_plan(adapter, monkeypatch) -> None:
+    """The first one divides the requests' rows over the GPU, the others do as it did."""
+    forget_calls()
+    gpu, found = FakeGPU(monkeypatch), []
+    decode = adapter.common.MLACommonDecodeMetadata(
+        torch.zeros((67, 500), dtype=torch.int32), torch.zeros(67, dtype=torch.int32)
+    )
+    cache, impl = torch.zeros((4, 64, 576), dtype=torch.bfloat16), adapter.CupyMLADenseImpl(SCALE)
+    for _ in range(2):
+        step = adapter.common.MLACommonMetadata(67, 67, decode)
+        for _ in range(3):
+            gpu.log.clear()
+            impl.forward_mqa(torch.zeros((67, 64, 576), dtype=torch.bfloat16), cache, step, None)
+            found.append(plan_of(gpu))
+    forget_calls()
+    assert [filled for filled, _ in found] == [0, 1, 1] * 2
+    assert len({address for _, address in found}) == 2
 
 
 def test_backend(adapter) -> None:

@@ -12,9 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from cupy_mla import SparseMLAConfig  # noqa: E402
+from cupy_mla import DenseMLAConfig, SparseMLAConfig  # noqa: E402
 from cupy_mla.cuda import all_kernels  # noqa: E402
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
+from cupy_mla.integrations import warm  # noqa: E402
 from cupy_mla.selfcheck import warmup as warmup_module  # noqa: E402
 from tests.integrations.stub_vllm import engine, loaded  # noqa: E402
 from tests.integrations.test_vllm import layer_indexer  # noqa: E402
@@ -24,6 +25,12 @@ GPU = torch.device("cuda", 0)
 SCALE, TOPK = 0.1, 2048
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_ready(monkeypatch) -> None:
+    """In this process."""
+    monkeypatch.setattr(warm, "_ready", set())
+
+
 @pytest.fixture
 def later(vllm_33: None) -> ModuleType:
     """The adapter for 0.33."""
@@ -31,10 +38,9 @@ def later(vllm_33: None) -> ModuleType:
 
 
 @pytest.fixture
-def asked(request, monkeypatch) -> list[tuple[SparseMLAConfig, int]]:
+def asked(monkeypatch) -> list[tuple[Any, int]]:
     """What `cupy_mla.warmup` is called with, in place of the call."""
-    calls: list[tuple[SparseMLAConfig, int]] = []
-    warm = importlib.import_module(f"{plugin.__name__}.warm")
+    calls: list[Any] = []
     monkeypatch.setattr(warm, "warmup", lambda config, device: calls.append((config, device)) or [])
     return calls
 
@@ -97,6 +103,71 @@ def test_by_the_builder_where_there_is_no_hook(modules, asked) -> None:
     ((config, _),) = asked
     assert (config.num_heads, config.topk, config.cache_layout) == (12, 20, "v32_fp8")
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (5, 40)
+
+
+both = pytest.mark.parametrize("version", ["vllm", "vllm_33"])
+
+
+def model_of(heads: int, **hf_config: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        max_model_len=700, hf_config=SimpleNamespace(**hf_config), get_num_attention_heads=lambda parallel: heads
+    )
+
+
+@both
+def test_models_without_an_indexer(request, asked, caplog, version: str) -> None:
+    """When vLLM makes their builders: once for all groups of layers of a kind."""
+    request.getfixturevalue(version)
+    make = importlib.import_module(f"{plugin.__name__}.dense_mla").CupyMLADenseBuilder
+    of = engine(model_config=model_of(16), parallel_config=None)
+    bf16, fp8 = (SimpleNamespace(dtype=dtype) for dtype in (torch.bfloat16, torch.uint8))
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            make(bf16, ["a", "b"], of, GPU)
+    assert asked == [(DenseMLAConfig(16, max_num_seqs=5, max_model_len=700), 0)]
+    told = [record.getMessage() for record in caplog.records]
+    assert "16 heads over bf16 rows ready" in told[0]
+    assert len(told) == 2
+    of.speculative_config = SimpleNamespace(num_speculative_tokens=2)
+    make(fp8, ["a"], of, GPU)
+    make(fp8, ["a"], of, torch.device("cpu"))
+    (config, _) = asked[-1]
+    assert len(asked) == 2
+    assert (config.cache_layout, config.num_speculative_tokens) == ("plain_fp8", 2)
+
+
+@both
+def test_ranks_without_an_indexer_attend_with_the_heads_of_all(request, asked, monkeypatch, version: str) -> None:
+    request.getfixturevalue(version)
+    adapter = importlib.import_module(f"{plugin.__name__}.dense_mla")
+    monkeypatch.setattr(adapter.common.MLACommonMetadataBuilder, "dcp_world_size", 4)
+    of = engine(model_config=model_of(16), parallel_config=None)
+    adapter.CupyMLADenseBuilder(SimpleNamespace(dtype=torch.bfloat16), ["a"], of, GPU)
+    assert asked[0][0].num_heads == 64
+
+
+@both
+@pytest.mark.parametrize(("heads", "padded"), [(16, 64), (64, 64), (96, 128)])
+def test_deepseek_v4(request, asked, monkeypatch, version: str, heads: int, padded: int) -> None:
+    """When the model is made; its layers of each kind."""
+    request.getfixturevalue(version)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    make = importlib.import_module(f"{plugin.__name__}.deepseek_v4").DeepseekV4ForCausalLM
+    of = engine(
+        model_config=model_of(heads, index_topk=512, sliding_window=96), parallel_config=None,
+        device_config=SimpleNamespace(device_type="cuda"), speculative_config=SimpleNamespace(num_speculative_tokens=1),
+    )  # fmt: skip
+    assert make(vllm_config=of, prefix="draft").made_of == (of, "draft")
+    make(vllm_config=of)
+    assert [device for _, device in asked] == [1, 1, 1]
+    assert [config.compress_ratio for config, _ in asked] == [1, 4, 128]
+    for config, _ in asked:
+        assert (config.num_heads, config.topk, config.window, config.cache_layout) == (padded, 512, 96, "v4_fp8")
+        assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (5, 40, 700)
+        assert config.num_speculative_tokens == 1
+    of.device_config.device_type = "cpu"
+    make(vllm_config=of)
+    assert len(asked) == 3
 
 
 @pytest.mark.long(sample=2)

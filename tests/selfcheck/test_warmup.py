@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla import BatchMetadata, SparseMLAConfig, SparseMLAMetadataBuilder, __main__
+from cupy_mla import BatchMetadata, DenseMLAConfig, SparseMLAConfig, SparseMLAMetadataBuilder, __main__
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import all_kernels, driver
+from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.logits_sm90 import shares_of_step
-from cupy_mla.layouts import INDEXER_FP8
+from cupy_mla.layouts import DENSE_LAYOUTS, INDEXER_FP8
 from cupy_mla.metadata.compressed import c128a_width
 from cupy_mla.ops.swa import combined_width
 from cupy_mla.selfcheck import report
 from cupy_mla.selfcheck import warmup as warmup_module
 from cupy_mla.warmup import warmup
 
+from ..fake_gpu import FakeGPU
 from ..kinds import BF16, make
 from .stand_in import RUN, StandIn, python
 
@@ -173,6 +176,26 @@ def test_no_step_needs_another_kernel(gpu, monkeypatch, rng, name, heads):
     assert set(gpu.kernels.values()) == ready <= set(all_kernels())
 
 
+@pytest.mark.parametrize("capability", [90, 80, 89])
+@pytest.mark.parametrize("layout", DENSE_LAYOUTS, ids=lambda layout: f"{layout.name} {layout.d_qk}")
+def test_no_decode_over_all_rows_needs_another_kernel(monkeypatch, rng, layout, capability):
+    """Of layers without an indexer, for which nothing else is loaded."""
+    forget_calls()
+    gpu = FakeGPU(monkeypatch, capability=capability)
+    heads, most = int(rng.choice([16, 64, 128])), int(rng.integers(1, 5))
+    config = DenseMLAConfig(heads, layout.d_qk, cache_layout=layout.name, num_speculative_tokens=most - 1)
+    layer = Layer(gpu, config)
+    monkeypatch.setattr(warmup_module, "require_cupy", lambda why: layer.cupy)
+    warmup(config)
+    ready = set(gpu.kernels.values())
+    assert {kernel.name for kernel in ready} <= {*choose.DENSE_NAMES, "dense_combine", "portable", "combine"}
+    for width in (1, 2, 5, 16, 40, *rng.integers(1, 2561, 10).tolist()):
+        for requests in (1, int(rng.integers(1, 257))):
+            layer.dense(requests, width, int(rng.integers(1, most + 1)))
+    forget_calls()
+    assert set(gpu.kernels.values()) == ready
+
+
 class Layer:
     """What a layer's steps call, with torch tensors of zeros on a GPU that is none.
 
@@ -183,9 +206,9 @@ class Layer:
     def __init__(self, gpu, config):
         self.config, self._gpu, self._kind = config, gpu, make("torch")
         self.decode_tokens = config.max_num_seqs * (1 + config.num_speculative_tokens)
-        self._chosen = {False: 0, True: config.topk if config.has_topk else c128a_width(config)}[
-            config.has_compressed_rows
-        ]  # beside a window
+        self._chosen = 0  # beside a window
+        if isinstance(config, SparseMLAConfig) and config.has_compressed_rows:
+            self._chosen = config.topk if config.has_topk else c128a_width(config)
         self.cupy = StandIn(
             asarray=self._put, zeros=lambda shape, dtype: self._put(np.zeros(shape, dtype)),
             full=lambda shape, value, dtype: self._put(np.full(shape, value, dtype)),
@@ -254,10 +277,11 @@ class Layer:
                     out, cache, lens, gather_lens, table, config.rows_per_block, 0, layout=layout.name
                 )
 
-    def dense(self, requests, width):
-        """Over all rows of so many requests, which have at most so many blocks."""
+    def dense(self, requests, width, tokens=0):
+        """Over all rows of so many requests, which have at most so many blocks, and so many query tokens."""
         config = self.config
-        q = self._zeros(BF16, requests, 1 + config.num_speculative_tokens, config.num_heads, config.d_qk)
+        tokens = tokens or 1 + config.num_speculative_tokens
+        q = self._zeros(config.layout.values, requests, tokens, config.num_heads, config.d_qk)
         table, lens = (self._put(np.zeros(shape, np.int32)) for shape in ((requests, width), requests))
         cache = self._cache(config.layout, config.block_size)
         cupy_mla.dense_decode(q, cache, table, lens, 0.1, layout=config.layout.name)

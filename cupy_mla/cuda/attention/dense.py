@@ -13,7 +13,7 @@ from ...arguments import DenseDecode
 from .. import structs
 from ..driver import Gpu
 from ..paging import block_table, divisor
-from ..program import Program
+from ..program import Plan, Program
 from . import choose
 from .call import ALIGNED_ROWS, DECODE, NO_SOURCE, aligned_rows, decode_fields, params_of
 from .kernels import (
@@ -30,8 +30,8 @@ LARGEST = 2**31 - 1  # int32
 # What making index lists of slots takes beside the attention over them, in microseconds: a launch, and each list.
 LISTS_US, LIST_US = 2.0, 0.006
 # The kernels by their names. A module answers `serves(problem)`, whether the kernel can serve a problem, `us(problem)`,
-# how many microseconds it is to take, `launches(problem, params)`, the program with `struct DenseParams`, and
-# `kernels()`, all variants.
+# how many microseconds it is to take, `launches(problem, params, plan)`, the program with `struct DenseParams` of calls
+# that may have a plan, and `kernels()`, all variants.
 KERNELS: dict[str, ModuleType] = dict(
     zip(
         choose.DENSE_NAMES,
@@ -41,11 +41,12 @@ KERNELS: dict[str, ModuleType] = dict(
 )  # fmt: skip
 
 
-def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> Program:
+def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False, plan: Plan | None = None) -> Program:
     """Twin of `reference.dense.dense_decode`.
 
     Args:
         batch_invariant: as for `ops.dense.dense_decode`.
+        plan: of calls that divide their rows alike.
     """
     b, s_q, h_q, _ = a.q.shape
     if b == 0 or s_q == 0:
@@ -69,8 +70,9 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> 
     params = structs.DENSE(
         params_of(problem, a, main, NO_SOURCE, decode_fields(a), flags), table=block_table(a.block_table, block_size),
         num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=a.window, num_shares=0,
+        shares=0,
     )  # fmt: skip
-    return _chosen(problem).launches(problem, params)
+    return _chosen(problem).launches(problem, params, plan)
 
 
 @lru_cache(maxsize=1024)

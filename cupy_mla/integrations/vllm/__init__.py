@@ -271,9 +271,10 @@ SPARSE_MLA_COMMON: Needs = {
 # What `dense_mla` and `custom` build on, from vLLM 0.22 to 0.33.
 DENSE_MLA: Needs = {
     **REGISTRY,
+    **MAXIMA,
     "config": ("get_current_vllm_config_or_none",),
-    "config.vllm": ("VllmConfig.model_config",),
-    "config.model": ("ModelConfig.hf_text_config",),
+    "config.model": (*MAXIMA["config.model"], "ModelConfig.hf_text_config"),
+    "v1.kv_cache_interface": ("AttentionSpec.dtype",),
     "model_executor.layers.attention.mla_attention": (
         "MLACommonBackend.get_name()",
         "MLACommonBackend.get_builder_cls()",
@@ -283,7 +284,12 @@ DENSE_MLA: Needs = {
         "MLACommonMetadata.decode",
         "MLACommonDecodeMetadata.block_table",
         "MLACommonDecodeMetadata.seq_lens",
+        "MLACommonMetadataBuilder.dcp_world_size",
+        "MLACommonMetadataBuilder.device",
+        "MLACommonMetadataBuilder.kv_cache_spec",
+        "MLACommonMetadataBuilder.num_heads",
         "MLACommonMetadataBuilder.query_len_support",
+        "MLACommonMetadataBuilder.vllm_config",
         "MLACommonImpl.forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)",
         "QueryLenSupport.UNIFORM",
     ),
@@ -302,8 +308,13 @@ DENSE_MLA: Needs = {
 }
 # What `deepseek_v4` builds on, from vLLM 0.22 to 0.33.
 DEEPSEEK_V4: Needs = {
+    **MAXIMA,
+    "config.device": ("DeviceConfig.device_type",),
+    "config.model": (*MAXIMA["config.model"], "ModelConfig.hf_config"),
+    "config.vllm": (*MAXIMA["config.vllm"], "VllmConfig.device_config"),
     "model_executor.models.registry": ("ModelRegistry", "_ModelRegistry.register_model(self, model_arch, model_cls)"),
     "models.deepseek_v4": ("DeepseekV4ForCausalLM",),
+    "models.deepseek_v4.nvidia.model": ("DeepseekV4ForCausalLM.__init__(self, vllm_config, prefix)",),
     "models.deepseek_v4.nvidia.flashmla": (
         "flash_mla_sparse_fwd",
         "flash_mla_with_kvcache",

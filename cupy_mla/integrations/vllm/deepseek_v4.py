@@ -1,14 +1,14 @@
 """DeepSeek-V4 in vLLM on our attention and index operations.
 
 vLLM's V4 layers call functions that one module has imported by name. Importing this module binds those names to ours,
-and it has V4's model classes: vLLM's model registry is told to take them from here, so nothing happens before a V4
+and it has V4's model class: vLLM's model registry is told to take that from here, so nothing happens before a V4
 model is loaded. Queries keep the padded heads that these layers allocate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.models import deepseek_v4 as stock
@@ -17,6 +17,12 @@ from vllm.models.deepseek_v4.nvidia import flashmla as layers
 from ...ops import compressed, swa
 from ...ops.attention import sparse_decode, sparse_prefill
 from ...ops.gather import dequantize_and_gather_k_cache
+from . import warm
+
+if TYPE_CHECKING:
+    from ..untyped import Untyped as StockModel
+else:
+    StockModel = stock.DeepseekV4ForCausalLM
 
 
 def flash_mla_with_kvcache(
@@ -84,4 +90,11 @@ OURS: dict[str, Callable[..., Any]] = {
 }
 vars(layers).update(OURS)
 
-DeepseekV4ForCausalLM: Any = stock.DeepseekV4ForCausalLM
+
+class DeepseekV4ForCausalLM(StockModel):
+    """vLLM's model. When it is made, before its weights are loaded, the kernels of its layers are made ready."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        for kind in warm.v4_layers_of(vllm_config):
+            warm.up(kind, torch.device(vllm_config.device_config.device_type))

@@ -14,7 +14,9 @@ from vllm.model_executor.layers.attention import mla_attention as common
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from ...backends.sparse_mla import SparseMLABackend
-from ...ops.dense import dense_decode
+from ...cuda.program import Plan
+from ...ops.dense import planned_dense_decode
+from . import warm
 from .query import whole
 
 if TYPE_CHECKING:
@@ -60,6 +62,12 @@ class CupyMLADenseBuilder(StockBuilder):
     _cudagraph_support: Any = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: Any = common.QueryLenSupport.UNIFORM
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM makes builders before it captures graphs. All ranks that share rows attend with all heads of theirs.
+        heads, fp8 = self.num_heads * self.dcp_world_size, self.kv_cache_spec.dtype.itemsize == 1
+        warm.up(warm.dense_layers_of(self.vllm_config, heads, fp8), self.device)
+
 
 class CupyMLADenseImpl(StockImpl):
     """One layer's attention of decodes."""
@@ -83,9 +91,10 @@ class CupyMLADenseImpl(StockImpl):
             scales["k_scale"] = layer._k_scale
             if q.dtype == torch.float8_e4m3fn:
                 scales["q_scale"] = layer._q_scale
-        out, lse = dense_decode(
+        plan = vars(attn_metadata).setdefault("cupy_mla_plan", Plan())  # of all layers of a step
+        out, lse = planned_dense_decode(
             q.view(attn_metadata.num_decodes, -1, *q.shape[1:]), cache, decode.block_table, decode.seq_lens, self.scale,
-            **scales,
+            plan, **scales,
         )  # fmt: skip
         if not self.need_to_return_lse_for_decode:
             return out.flatten(0, 1), None

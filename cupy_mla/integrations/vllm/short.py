@@ -14,7 +14,7 @@ from ...bridges import Place
 from ...cuda.paging import ceil_div
 from ...layouts import Layout
 from ...metadata.sparse_mla import DenseDecodes
-from ...ops.dense import dense_decode, faster_than_lists
+from ...ops.dense import faster_than_lists, planned_dense_decode
 
 NAME = "cupy_mla_dense_decodes"  # what a metadata object has them under
 
@@ -59,7 +59,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention [T, h, 512] of query tokens [T, h, d] over all rows of their requests."""
     shape = len(dense.seq_lens), dense.query_len
-    out, _ = dense_decode(
-        q.view(*shape, *q.shape[1:]), cache, dense.block_table, dense.seq_lens, scale, attn_sink=sinks
+    out, _ = planned_dense_decode(
+        q.view(*shape, *q.shape[1:]), cache, dense.block_table, dense.seq_lens, scale, dense.plan, attn_sink=sinks
     )
     return out.flatten(0, 1)

@@ -1,27 +1,25 @@
-"""Kernels are compiled before the first request: once a process for all layers of a kind, with a line in vLLM's log."""
+"""Layers of vLLM's models as `cupy_mla.warmup` takes them, which is told of them before the first request."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 
-from ...config import SparseMLAConfig
+from ...config import RATIOS, DenseMLAConfig, SparseMLAConfig
 from ...cuda.paging import ceil_div
 from ...typing import CacheLayout
-from ...warmup import warmup
+from .. import warm
 from . import logger
 
 PAGE = 64  # rows of a block, of which vLLM's blocks are multiples
-
-_ready: set[tuple[SparseMLAConfig, int]] = set()
+V4_PAGE = 256  # tokens of a block of DeepSeek-V4's caches
 
 
 def layers_of(
     vllm_config: Any, heads: int, topk: int, layout: CacheLayout, *, rope: bool = True, all_decodes: bool = False
 ) -> SparseMLAConfig:
-    """Sparse MLA layers and an engine's maxima, as `cupy_mla.warmup` takes them.
+    """Sparse MLA layers and an engine's maxima.
 
     Args:
         heads: query heads that a call has.
@@ -30,8 +28,7 @@ def layers_of(
         rope: whether rows have a RoPE part; GLM-5.3-Flash's have none.
         all_decodes: whether whole batches may go to the decode kernel.
     """
-    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
-    more = speculative.num_speculative_tokens if speculative is not None else 0
+    scheduler, more = vllm_config.scheduler_config, _speculative(vllm_config)
     seqs, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     if all_decodes:
         seqs = max(seqs, int(ceil_div(tokens, 1 + more)))
@@ -42,16 +39,42 @@ def layers_of(
     )  # fmt: skip
 
 
-def up(layers: SparseMLAConfig, device: torch.device) -> None:
-    """Make the kernels of such layers ready, unless that was done in this process. The CPU has none."""
-    if device.type != "cuda":
-        return
-    number = torch.cuda.current_device() if device.index is None else device.index
-    if (layers, number) in _ready:
-        return
-    _ready.add((layers, number))
-    what = f"{layers.num_heads} heads over {layers.cache_layout} rows, topk {layers.topk}"
-    logger.info("cupy_mla makes the kernels of %s ready, which takes minutes where they are not compiled yet", what)
-    start = time.perf_counter()
-    kernels = warmup(layers, number)
-    logger.info("cupy_mla: %d kernels are ready after %.1f s", len(kernels), time.perf_counter() - start)
+def dense_layers_of(vllm_config: Any, heads: int, fp8: bool) -> DenseMLAConfig:
+    """MLA layers without an indexer.
+
+    Args:
+        heads: query heads that a call has.
+        fp8: whether the cache has FP8 rows, of one scale.
+    """
+    return DenseMLAConfig(
+        heads, block_size=PAGE, cache_layout="plain_fp8" if fp8 else "bf16",
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs, max_model_len=vllm_config.model_config.max_model_len,
+        num_speculative_tokens=_speculative(vllm_config),
+    )  # fmt: skip
+
+
+def v4_layers_of(vllm_config: Any) -> list[SparseMLAConfig]:
+    """DeepSeek-V4's layers: with a sliding window alone, and with each kind of compressed cache beside it. Calls have
+    as many heads as vLLM's layers pad theirs to."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    return [
+        SparseMLAConfig(
+            64 if heads <= 64 else 128, 512, topk=model.hf_config.index_topk, block_size=V4_PAGE, cache_layout="v4_fp8",
+            max_num_seqs=scheduler.max_num_seqs, max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=model.max_model_len, num_speculative_tokens=_speculative(vllm_config), compress_ratio=ratio,
+            window=model.hf_config.sliding_window, model="v4",
+        )
+        for ratio in RATIOS["v4"]
+    ]  # fmt: skip
+
+
+def _speculative(vllm_config: Any) -> int:
+    """Query tokens that a decode has beyond its first."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
+
+
+def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device) -> None:
+    """Make the kernels of such layers ready, with lines in vLLM's log."""
+    warm.up(layers, device, logger)

@@ -9,8 +9,11 @@
 #include "attention/dense.cuh"
 #include "attention/division/shares.cuh"
 
-// Finds a share of items of requests, or of equal splits of each; pairs_at(request) says how many pairs of tiles one has.
-// It is left to the launch that merges. All threads call.
+// Calls with one schedule have one plan, as in shares.cuh. Lengths may be others than those that it was made for: then
+// shares are unequal, and where a request ends before a place where the plan cuts it, a part of it has no rows.
+
+// Finds a share of items of requests, or of equal splits of each, or loads it; pairs_at(request) says how many pairs of
+// tiles one has. It is left to the launch that merges, and to later calls. All threads call.
 template <int THREADS, typename Pairs>
 __device__ __forceinline__ void find_request_share(const DenseParams& p, int share, Share<THREADS>& mine,
                                                    Pairs pairs_at) {
@@ -21,10 +24,14 @@ __device__ __forceinline__ void find_request_share(const DenseParams& p, int sha
         };
         if (threadIdx.x < 2) (threadIdx.x == 0 ? mine.begin : mine.end) = boundary(share + threadIdx.x);
         __syncthreads();
+    } else if (p.plan_filled > 0) {
+        load_share(p, share, mine);
+        __syncthreads();
     } else {
         find_uneven_share(p, share, mine, pairs_at);
+        leave_share(p.plan, share, mine);
     }
-    leave_share(p, share, mine);
+    leave_share(p.shares, share, mine);
 }
 
 // The partial result that a share leaves of an item: it has one place for the item with which it ends, one for that with
@@ -58,9 +65,10 @@ struct RequestShares : FromGrid {
         const Share<THREADS>& mine = state.mine;
         const int item = mine.begin.item + turn;
         find_whole_item(p, w, query_of_item(p, item), head_tile_of_item(p, item));
-        if (!mine.begins(item)) w.begin = min(w.end, 2 * mine.begin.pair);
+        if (!mine.begins(item)) w.begin = 2 * mine.begin.pair;  // not 0, which would begin the item
         w.ends_item = mine.ends(item);
         if (!w.ends_item) w.end = min(w.end, 2 * mine.end.pair);
+        w.end = max(w.begin, w.end);
         return w;
     }
 

@@ -267,11 +267,11 @@ __device__ __forceinline__ void load_share(const AttentionParams& p, int share, 
     found.end = {planned.z, planned.w};
 }
 
-// Leaves a share to later launches.
+// Leaves a share to later launches. `plan`: where, or null.
 template <int THREADS>
-__device__ __forceinline__ void leave_share(const AttentionParams& p, int share, const Share<THREADS>& found) {
-    if (p.plan == nullptr || threadIdx.x != 0) return;
-    p.plan[share] = make_int4(found.begin.item, found.begin.pair, found.end.item, found.end.pair);
+__device__ __forceinline__ void leave_share(int4* plan, int share, const Share<THREADS>& found) {
+    if (plan == nullptr || threadIdx.x != 0) return;
+    plan[share] = make_int4(found.begin.item, found.begin.pair, found.end.item, found.end.pair);
 }
 
 // As find_listed_share, or loads what an earlier launch has found. All threads call.
@@ -283,7 +283,7 @@ __device__ __forceinline__ void find_planned_share(const AttentionParams& p, int
         __syncthreads();
     } else {
         find_listed_share(p, share, found, listed);
-        leave_share(p, share, found);
+        leave_share(p.plan, share, found);
     }
 }
 

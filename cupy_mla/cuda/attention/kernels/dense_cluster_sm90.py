@@ -10,7 +10,7 @@ from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
 from ...paging import ceil_div
-from ...program import Launch, Program, Slot
+from ...program import Launch, Plan, Program, Slot
 from ...structs import Packed
 from ..divide import HALF_PARTIAL_BYTES, Clusters
 from ..problem import DenseProblem
@@ -77,7 +77,7 @@ def _clusters(problem: DenseProblem) -> Clusters | None:
     return Clusters(lines, cluster, cluster)
 
 
-def launches(problem: DenseProblem, params: Packed) -> Program:
+def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
     """The launch: a cluster a work item."""
     division = _clusters(problem)
     assert division is not None

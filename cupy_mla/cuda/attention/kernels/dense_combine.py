@@ -10,9 +10,9 @@ from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
 from ...paging import ceil_div
-from ...program import Launch, Program, Slot
+from ...program import PLAN_BYTES, Launch, Plan, PlanField, Program, Slot
 from ...structs import Packed
-from ..divide import CUT_COST, HALF_PARTIAL_BYTES
+from ..divide import CUT_COST, HALF_PARTIAL_BYTES, Shares
 from ..problem import DenseProblem
 from . import bf16_sm90, fp8_sm90
 
@@ -21,6 +21,7 @@ SPILL_BYTES = {False: 4, True: 12}  # once a line; of `fp8`
 LEAST_SPLIT = 1  # pairs of tiles
 INVARIANT_SPLITS = 8  # of each request in a batch-invariant call
 MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
+SHARE_BYTES = 16  # of a share in memory
 
 
 def kernel(lines: int = bf16_sm90.HEADS, fp8: bool = False, half: bool = False) -> Kernel:
@@ -54,26 +55,32 @@ def kernels() -> Iterator[Kernel]:
 
 
 def in_shares(
-    of: Kernel, merge: Kernel, problem: DenseProblem, params: Packed, lines: int, splits: int, ctas: int
+    of: Kernel, merge: Kernel, problem: DenseProblem, params: Packed, division: Shares, plan: Plan | None
 ) -> Program:
     """The launch of all rows in equal shares, a share a CTA, and that which merges items that are cut.
 
     Args:
         of: a kernel of `dense_sm90` or `dense_fp8_sm90`.
         merge: a kernel of this module.
-        lines: of a work item.
-        splits: of each item; with one or none, items are cut where a share ends.
-        ctas: the most shares, where items are cut so.
+        division: with splits of each item, or items are cut where a share ends.
+        plan: of calls that divide their rows alike, where items are cut so.
     """
+    lines, splits = division.heads, division.num_splits
     items = problem.items(lines)
-    shares = items * splits if splits > 1 else min(ctas, items * problem.pairs)
+    shares = items * splits if splits > 1 else min(division.ctas or problem.gpu.sms, items * problem.pairs)
     nbytes = (shares if splits > 1 else 2 * shares) * lines * HALF_PARTIAL_BYTES
-    memory = Slot("partial results", shape=(nbytes + 16 * shares,)).ptr
+    memory = Slot("partial results", shape=(nbytes + SHARE_BYTES * shares,)).ptr
     params = params.replaced(
         s_q=1, h_q=problem.lines, num_queries=problem.requests, num_splits=splits, cluster_parts=memory,
-        plan=memory + nbytes, least_split=LEAST_SPLIT, cut_cost=shares * CUT_COST,
+        shares=memory + nbytes, least_split=LEAST_SPLIT, cut_cost=shares * CUT_COST,
         whole_items=ceil_div(items, shares) * shares, num_shares=shares,
     )  # fmt: skip
+    dividing = params
+    if plan is not None and splits == 1 and SHARE_BYTES * shares <= PLAN_BYTES:
+        key = shares, lines, problem.lines, problem.requests
+        dividing = params.replaced(
+            plan=PlanField(plan, key, "address"), plan_filled=PlanField(plan, key, "filled")
+        )  # fmt: skip
     merged = min(items, shares) * min(problem.lines, lines)
     grid = (min(CTAS * problem.gpu.sms, merged), 1, 1)
-    return [Launch(of, (shares, 1, 1), params), Launch(merge, grid, params)]
+    return [Launch(of, (shares, 1, 1), dividing), Launch(merge, grid, params)]

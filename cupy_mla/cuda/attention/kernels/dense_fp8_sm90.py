@@ -11,7 +11,7 @@ from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
 from ...paging import ceil_div
-from ...program import Launch, Program, Slot
+from ...program import Launch, Plan, Program, Slot
 from ...structs import Packed
 from ..divide import HALF_PARTIAL_BYTES, Clusters, Division, Shares, Whole, parse
 from ..problem import DenseProblem
@@ -120,14 +120,14 @@ def _us(problem: DenseProblem, division: Any) -> float:
     return base + max(PAIR_US[lines] * pairs, memory_us(problem))
 
 
-def launches(problem: DenseProblem, params: Packed) -> Program:
+def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
     """The launch; of shares another one merges items that are cut."""
     division: Any = _chosen(problem)
     lines, items, sms = division.heads, problem.items(division.heads), problem.gpu.sms
     of = kernel(problem.layout, lines, DIVISIONS[type(division)])
     if isinstance(division, Shares):
         merge = dense_combine.kernel(lines, fp8=True)
-        return dense_combine.in_shares(of, merge, problem, params, lines, division.num_splits, division.ctas or sms)
+        return dense_combine.in_shares(of, merge, problem, params, division, plan)
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
     if isinstance(division, Whole):
         return [Launch(of, (min(items, sms), 1, 1), params)]

@@ -9,7 +9,7 @@ from typing import Any
 from ....layouts import DENSE_LAYOUTS
 from ... import structs
 from ...kernel import Kernel
-from ...program import Program
+from ...program import Plan, Program
 from ...structs import Packed
 from .. import choose
 from ..divide import Clusters, Shares, Whole
@@ -38,7 +38,7 @@ def us(problem: DenseProblem) -> float:
     return inf
 
 
-def launches(problem: DenseProblem, params: Packed) -> Program:
+def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
     """The launch."""
     return launched(problem, params, "portable", portable.LARGE)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from ...program import Program
+from ...program import Plan, Program
 from ...structs import Packed
 from ..problem import DenseProblem
 from . import dense_portable, portable
@@ -20,6 +20,6 @@ def us(problem: DenseProblem) -> float:
     return inf
 
 
-def launches(problem: DenseProblem, params: Packed) -> Program:
+def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
     """The launch."""
     return dense_portable.launched(problem, params, "portable_99kb", portable.SMALL)

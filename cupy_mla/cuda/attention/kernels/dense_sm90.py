@@ -8,8 +8,9 @@ from functools import cache
 from ....layouts import Layout
 from ... import structs
 from ...kernel import Kernel
-from ...program import Program
+from ...program import Plan, Program
 from ...structs import Packed
+from ..divide import Shares
 from ..problem import DenseProblem
 from . import bf16_sm90, dense_combine
 from .dense_cluster_sm90 import LAYOUTS, PAIR_US, memory_us
@@ -44,8 +45,8 @@ def us(problem: DenseProblem) -> float:
     return 14.0 + 6.5 * min(1.0, problem.lines / LINES) + 1.5 * items / sms + max(compute, memory_us(problem))
 
 
-def launches(problem: DenseProblem, params: Packed) -> Program:
+def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
     """The launch, a share a CTA, and that which merges items that are cut."""
-    splits = problem.num_splits or (dense_combine.INVARIANT_SPLITS if problem.batch_invariant else 1)
+    splits = problem.num_splits or (dense_combine.INVARIANT_SPLITS if problem.batch_invariant else 0)
     of, merge = kernel(problem.layout), dense_combine.kernel(half=problem.layout.half)
-    return dense_combine.in_shares(of, merge, problem, params, LINES, splits, problem.gpu.sms)
+    return dense_combine.in_shares(of, merge, problem, params, Shares(LINES, splits), plan)

@@ -9,7 +9,7 @@ from ....layouts import Layout
 from ... import structs
 from ...kernel import Kernel
 from ...paging import ceil_div
-from ...program import Launch, Program
+from ...program import Launch, Plan, Program
 from ...structs import Packed
 from ..problem import DenseProblem
 from . import bf16_sm90
@@ -48,7 +48,7 @@ def us(problem: DenseProblem) -> float:
     return 6.5 + 3.0 * rounds + max(PAIR_US * rounds * problem.pairs, memory_us(problem))
 
 
-def launches(problem: DenseProblem, params: Packed) -> Program:
+def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
     """The launch: CTAs that take work items in turn."""
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
     return [Launch(kernel(problem.layout), (min(problem.items(LINES), problem.gpu.sms), 1, 1), params)]

@@ -1,0 +1,36 @@
+"""Kernels are compiled before an engine's first request: once a process and GPU for all layers of a kind."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from ..config import DenseMLAConfig, SparseMLAConfig
+from ..warmup import warmup
+
+_ready: set[tuple[SparseMLAConfig | DenseMLAConfig, int]] = set()
+
+
+def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device, logger: logging.Logger) -> None:
+    """Make the kernels of such layers ready, unless that was done in this process. The CPU has none.
+
+    Args:
+        logger: the engine's, which gets a line before and one behind.
+    """
+    if device.type != "cuda":
+        return
+    number = torch.cuda.current_device() if device.index is None else device.index
+    if (layers, number) in _ready:
+        return
+    _ready.add((layers, number))
+    what = f"{layers.num_heads} heads over {layers.cache_layout} rows"
+    if isinstance(layers, SparseMLAConfig):
+        what += f", topk {layers.topk}"
+        if layers.has_compressed_rows:
+            what += f", compressed {layers.compress_ratio}:1"
+    logger.info("cupy_mla makes the kernels of %s ready, which takes minutes where they are not compiled yet", what)
+    start = time.perf_counter()
+    kernels = warmup(layers, number)
+    logger.info("cupy_mla: %d kernels are ready after %.1f s", len(kernels), time.perf_counter() - start)
