@@ -2,8 +2,8 @@
 
     python benchmarks/vllm_engine.py PACK [--tensor-parallel 2] [--limit SECONDS]
 
-PACK is the folder that `get_vllm.sh` or `get_vllm_new.sh` made: a vLLM and what it needs. Every engine runs in a
-process of its own; all start at the same time. While two of them are measured, the others are stopped:
+PACK is the folder that `get_vllm_new.sh` made: a vLLM and what it needs. Every engine runs in a process of its own;
+all start at the same time. While two of them are measured, the others are stopped:
 
 - tokens: greedy continuations of prompts of 7 to 3000 tokens, compared one by one under the same text: where ours
   chooses another token than stock, that counts as one apart, and it goes on from stock's text. `gap_apart` is the
@@ -898,7 +898,7 @@ def measure_all(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pack", type=Path, help="the folder that get_vllm.sh made")
+    parser.add_argument("pack", type=Path, help="the folder that get_vllm_new.sh made")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that an engine is divided over")
     parser.add_argument("--limit", type=float, default=130, help="seconds after which nothing more is begun")
     parser.add_argument("--only", nargs="+", default=[""], help="settings whose name contains one of these")
@@ -962,7 +962,7 @@ def main() -> None:
 
 
 def write(out: Path, of_vllm: str, tensor_parallel: int, rows: list[Row]) -> None:
-    """`vllm.json`: these rows and those of the record of other versions or tensor parallelism, each with its commit.
+    """`vllm.json`: these rows and those of the record of other tensor parallelism, each with version and commit.
 
     `notes` of the record, by commit, stay with their rows.
     """
@@ -974,7 +974,7 @@ def write(out: Path, of_vllm: str, tensor_parallel: int, rows: list[Row]) -> Non
     before = json.loads(record.read_text()) if record.exists() else {"rows": []}
     common = {"version": of_vllm, "tensor_parallel": tensor_parallel}
     rows = [{**common, **row, "commit": head["commit"]} for row in rows]
-    rows = [row for row in before["rows"] if not common.items() <= row.items()] + rows
+    rows = [row for row in before["rows"] if row["tensor_parallel"] != tensor_parallel] + rows
     commits = {row["commit"] for row in rows}
     notes = {commit: note for commit, note in before.get("notes", {}).items() if commit in commits}
     (out / "vllm.json").write_text(json.dumps({**head, "notes": notes, "rows": rows}, indent=1) + "\n")

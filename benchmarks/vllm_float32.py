@@ -7,33 +7,26 @@ is rounded to bfloat16 as vLLM takes it. So what either side's logits choose oth
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 
-from cupy_mla.integrations import vllm as plugin
-from cupy_mla.integrations.contract import sources
+from cupy_mla.integrations.vllm import indexer
+from cupy_mla.integrations.vllm.sparse_mla import CupyMLASparseBackend, CupyMLASparseBuilder, CupyMLASparseImpl
 from cupy_mla.ops.indices import convert_req_index_to_global_index
 
-ADAPTER = plugin.adapter(sources("vllm"))
-adapter: Any = importlib.import_module(f"{plugin.__name__}.{ADAPTER}")
-indexer: Any = importlib.import_module(
-    f"{plugin.__name__}.{'indexer_common' if ADAPTER == 'sparse_mla_common' else 'indexer'}"
-)
 TOKENS = 32  # at a time, so that their rows fit
 INDEXED_TOKENS = 128  # at a time, so that their scores fit
 
 
-class Float32Builder(adapter.CupyMLASparseBuilder):  # type: ignore[misc]
+class Float32Builder(CupyMLASparseBuilder):
     """Attention takes index lists in every step."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        lists = self._stock_build if ADAPTER == "sparse_mla_common" else self.build_lists
-        return lists(common_prefix_len, common_attn_metadata, fast_build)
+        return self._stock_build(common_prefix_len, common_attn_metadata, fast_build)
 
 
-class Float32Backend(adapter.CupyMLASparseBackend):  # type: ignore[misc]
+class Float32Backend(CupyMLASparseBackend):
     @staticmethod
     def get_builder_cls() -> type[Float32Builder]:
         return Float32Builder
@@ -43,16 +36,13 @@ class Float32Backend(adapter.CupyMLASparseBackend):  # type: ignore[misc]
         return Float32Impl
 
 
-class Float32Impl(adapter.CupyMLASparseImpl):  # type: ignore[misc]
+class Float32Impl(CupyMLASparseImpl):
     """Prefills of at most topk tokens have no attention of their own; nothing is compiled ahead."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         indexer.select_rows, indexer.select_rows_paged = select_rows, select_rows_paged  # of this process
-        if ADAPTER == "sparse_mla_common":
-            self.supports_dense_mha_prefill = False
-        else:
-            indexer.taking_slots.clear()
+        self.supports_dense_mha_prefill = False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
 
@@ -62,9 +52,8 @@ class Float32Impl(adapter.CupyMLASparseImpl):  # type: ignore[misc]
             attn_metadata.req_id_per_token[: len(q)], attn_metadata.block_table, self.topk_indices_buffer[: len(q)],
             attn_metadata.block_size,
         )  # fmt: skip
-        scale = self.scale if ADAPTER == "sparse_mla_common" else self.softmax_scale
         parts = [
-            attend(q[i : i + TOKENS].float(), kv_c_and_k_pe_cache, slots[i : i + TOKENS], scale)
+            attend(q[i : i + TOKENS].float(), kv_c_and_k_pe_cache, slots[i : i + TOKENS], self.scale)
             for i in range(0, len(q), TOKENS)
         ]
         return torch.cat(parts).to(torch.bfloat16), None
@@ -126,12 +115,10 @@ def select_rows_paged(
     max_context_len: int,
     k: int,
     *,
-    slots: bool = False,
     max_workspace_bytes: int = 0,
     out: torch.Tensor,
 ) -> None:
-    """As `cupy_mla.select_rows_paged`, request by request; positions only."""
-    assert not slots
+    """As `cupy_mla.select_rows_paged`, request by request."""
     blocks, n = kv_cache.view(torch.uint8).flatten(1), q8.shape[1]
     key_bytes = 128 * kv_cache.shape[1]
     for r, lens in enumerate(context_lens.view(len(q8), n)):

@@ -884,22 +884,20 @@ def test_time_that_overlaps_counts_once(module):
     assert alone_of([]) == {}
 
 
-def test_rows_of_engines_take_the_place_of_those_of_their_version_and_as_many_gpus(
-    module, monkeypatch, tmp_path, harness
-):
-    """A note stays as long as rows of its commit do."""
+def test_rows_of_engines_take_the_place_of_those_of_as_many_gpus(module, monkeypatch, tmp_path, harness):
+    """Of any version. A note stays as long as rows of its commit do."""
     program = module("vllm_engine")
     rows = [
         {"version": version, "tensor_parallel": gpus, "commit": commit, "setting": commit}
-        for version, gpus, commit in (("0.22", 1, "a"), ("0.22", 2, "b"), ("0.23", 2, "d"))
+        for version, gpus, commit in (("0.33", 1, "a"), ("0.33", 2, "b"), ("0.32", 2, "d"))
     ]
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(harness, "environment", lambda: {"commit": "c"})
     (tmp_path / "vllm.json").write_text(json.dumps({"notes": {"a": "A", "b": "B"}, "rows": rows}))
-    program.write(tmp_path, "0.22", 2, [{"setting": "new"}])
+    program.write(tmp_path, "0.33", 2, [{"setting": "new"}])
     assert json.loads((tmp_path / "vllm.json").read_text()) == {
         "commit": "c", "notes": {"a": "A"},
-        "rows": [rows[0], rows[2], {"version": "0.22", "tensor_parallel": 2, "setting": "new", "commit": "c"}],
+        "rows": [rows[0], {"version": "0.33", "tensor_parallel": 2, "setting": "new", "commit": "c"}],
     }  # fmt: skip
 
 
@@ -927,7 +925,7 @@ def test_docs_show_engines_and_several_gpus_once_there_are_records(module, monke
     speed = {f"tokens_per_s_{who}": 1000.0 * times for who, times in (("ours", 3), ("stock", 2))}
     spread = {f"{key}_{side}": speed[key] + more for key in speed for side, more in (("low", -5), ("high", 5))}
     results = {"tokens_equal": 191, "tokens": 192, "gap_apart": 0.0625}
-    head = {"version": "0.22.1", "commit": "abc"}
+    head = {"version": "0.33.0", "commit": "abc"}
     rows = [
         {**head, "tensor_parallel": 1, "setting": "fp8, 16 requests", **results, **speed},
         {**head, "tensor_parallel": 2, "setting": "fp8, 16 requests", **results, "tokens_equal_one_gpu_ours": 190,
@@ -935,8 +933,8 @@ def test_docs_show_engines_and_several_gpus_once_there_are_records(module, monke
          "tokens_per_s_ratio": 1.46, "tokens_per_s_ratio_noise": 0.01, "gpu_us_ours": 40.0, "gpu_us_stock": 50.0},
     ]  # fmt: skip
     (tmp_path / "vllm.json").write_text(json.dumps({"gpu": "G", "notes": {"abc": "First."}, "rows": rows}))
-    one, two = report.vllm().split("vLLM 0.22.1, G, tensor parallel over 2, at abc. First.")
-    assert one.startswith("vLLM 0.22.1, G, at abc. First.")
+    one, two = report.vllm().split("vLLM 0.33.0, G, tensor parallel over 2, at abc. First.")
+    assert one.startswith("vLLM 0.33.0, G, at abc. First.")
     assert "| fp8 | 191 of 192 | 0.0625 |\n" in one
     assert "| fp8, 16 requests | 3,000 | 2,000 | 1.50 |" in one
     assert "| fp8 | 191 of 192 | 0.0625 | 190 | 189 |\n" in two

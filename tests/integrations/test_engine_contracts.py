@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import logging
 import subprocess
 import sys
 import zipfile
@@ -24,36 +23,29 @@ from cupy_mla.integrations import megatron, sglang
 from cupy_mla.integrations import vllm as plugin
 from cupy_mla.integrations.contract import definitions, missing
 from tests.integrations import wheels
-from tests.integrations.wheels import NEWEST, OLDER, NotFetchedError, python_files
-
-VLLM = [NEWEST["vllm"], *(version for package, version in OLDER if package == "vllm")]
-ADAPTERS = {"0.22.1": "sparse_mla", "0.23.0": "sparse_mla", "0.33.0": "sparse_mla_common"}
+from tests.integrations.wheels import NEWEST, NotFetchedError, python_files
 
 
-def unpacked(package: str, version: str | None = None) -> Path:
-    """A folder with the package's Python files, the newest's unless a version is named. The test is skipped where they
-    are not there."""
+def unpacked(package: str) -> Path:
+    """A folder with the package's Python files. The test is skipped where they are not there."""
     try:
-        return python_files(package, version or NEWEST[package])
+        return python_files(package, NEWEST[package])
     except NotFetchedError as error:
         pytest.skip(str(error))
 
 
 @pytest.mark.contracts
-@pytest.mark.parametrize("version", VLLM)
-def test_vllm(caplog, version: str) -> None:
-    package, adapter = unpacked("vllm", version) / "vllm", ADAPTERS[version]
-    assert missing(package, plugin.ADAPTERS[adapter]) == []
-    assert plugin.adapter(package) == adapter
+def test_vllm(caplog) -> None:
+    package = unpacked("vllm") / "vllm"
+    assert plugin.is_served(package)
     assert plugin.has_dense_mla(package)
     assert caplog.records == []
 
 
 @pytest.mark.contracts
-@pytest.mark.parametrize("version", VLLM)
-def test_deepseek_v4_in_vllm(caplog, vllm, version: str) -> None:
+def test_deepseek_v4_in_vllm(caplog, vllm) -> None:
     """Each call that V4's layers make of a function that is replaced fits our function's parameters."""
-    package = unpacked("vllm", version) / "vllm"
+    package = unpacked("vllm") / "vllm"
     assert plugin.has_deepseek_v4(package)
     assert caplog.records == []
     ours = importlib.import_module(f"{plugin.__name__}.deepseek_v4").OURS
@@ -68,16 +60,15 @@ def test_deepseek_v4_in_vllm(caplog, vllm, version: str) -> None:
 
 
 @pytest.mark.contracts
-@pytest.mark.parametrize("version", VLLM)
-def test_steps_by_the_classes_of_the_wheel(rng_seed, version: str) -> None:
+def test_steps_by_the_classes_of_the_wheel(rng_seed) -> None:
     """vLLM's builders and impl bases around our attention and indexer, on the CPU, in a process of their own."""
     pytest.importorskip("transformers", reason="transformers is not installed, which vLLM imports")
-    command = [sys.executable, "-m", "tests.integrations.wheel_vllm", unpacked("vllm", version), version, str(rng_seed)]
+    command = [sys.executable, "-m", "tests.integrations.wheel_vllm", unpacked("vllm"), str(rng_seed)]
     result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("steps of two layers and their indexer") == 3
-    assert result.stdout.count("two ranks that share rows") == (2 if version == "0.33.0" else 0)
-    assert result.stdout.count("registered by") == (2 if version == "0.33.0" else 0)
+    assert result.stdout.count("two ranks that share rows") == 2
+    assert result.stdout.count("registered by") == 2
 
 
 @pytest.mark.contracts
@@ -160,12 +151,3 @@ def test_needs_that_are_not_met(tmp_path: Path) -> None:
     assert missing(tmp_path, needs) == [
         "p: C.m(self, y)", "p: C.n", "p: N()", "p: C.m(self, x, y, z)", "p: D(a)", "module q.r",
     ]  # fmt: skip
-
-
-def test_the_nearest_adapter_is_named(tmp_path: Path, caplog, monkeypatch) -> None:
-    """Of several that do not fit, the one that lacks least."""
-    (tmp_path / "a.py").write_text("X = 1\n")
-    monkeypatch.setattr(plugin, "ADAPTERS", {"far": {"a": ("P", "Q", "X")}, "near": {"a": ("X", "Y")}})
-    with caplog.at_level(logging.WARNING):
-        assert plugin.adapter(tmp_path) is None
-    assert caplog.records[0].getMessage().endswith("Missing: a: Y")

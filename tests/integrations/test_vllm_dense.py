@@ -26,9 +26,8 @@ SCALE = 0.07
 HEADS = 6
 
 
-@pytest.fixture(params=["vllm", "vllm_33"])
-def adapter(request: pytest.FixtureRequest) -> ModuleType:
-    request.getfixturevalue(request.param)
+@pytest.fixture
+def adapter(vllm: None) -> ModuleType:
     return importlib.import_module(f"{plugin.__name__}.dense_mla")
 
 
@@ -157,10 +156,8 @@ def model(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**fields)))
 
 
-@pytest.mark.parametrize(("stand_ins", "sparse"), [("vllm", "sparse_mla"), ("vllm_33", "sparse_mla_common")])
-def test_custom_is_what_the_model_needs(request, monkeypatch, stand_ins: str, sparse: str) -> None:
+def test_custom_is_what_the_model_needs(vllm, monkeypatch) -> None:
     """vLLM resolves the path that is registered for each layer."""
-    request.getfixturevalue(stand_ins)
     monkeypatch.delenv("CUPY_MLA_VLLM", raising=False)
     plugin.register()
     registry = importlib.import_module("vllm.v1.attention.backends.registry")
@@ -172,8 +169,6 @@ def test_custom_is_what_the_model_needs(request, monkeypatch, stand_ins: str, sp
         return getattr(importlib.import_module(module), name).__name__
 
     assert chosen(model()) == "CupyMLADenseBackend"
-    if sparse == "sparse_mla":  # its indexer registers an operator, once a process
-        importlib.import_module(f"{plugin.__name__}.indexer").LIBRARY._destroy()
     assert chosen(model(index_topk=2048)) == "CupyMLASparseBackend"
     assert chosen(model()) == "CupyMLADenseBackend"
     assert chosen(None) == chosen(SimpleNamespace(model_config=None)) == "CupyMLASparseBackend"
@@ -195,4 +190,5 @@ def test_a_vllm_with_another_dense_backend(package, tmp_path, vllm, monkeypatch,
         "Missing: model_executor.layers.attention.mla_attention: QueryLenSupport.UNIFORM"
     )
     registered = importlib.import_module("vllm.v1.attention.backends.registry").registered
-    assert registered == {"CUSTOM": f"{plugin.__name__}.sparse_mla.CupyMLASparseBackend"}
+    path = f"{plugin.__name__}.sparse_mla.CupyMLASparseBackend"
+    assert registered == dict.fromkeys(plugin.PLACES["custom"], path)

@@ -17,10 +17,9 @@ from tests import oracle_v4  # noqa: E402
 T, WINDOW, TOPK = 5, 8, 6
 
 
-@pytest.fixture(params=["vllm", "vllm_33"])
-def layers(request: pytest.FixtureRequest) -> ModuleType:
+@pytest.fixture
+def layers(vllm: None) -> ModuleType:
     """The module whose names V4's layers call, after the model was loaded as vLLM loads it."""
-    request.getfixturevalue(request.param)
     ours = importlib.import_module(f"{plugin.__name__}.deepseek_v4")
     for model in plugin.V4_MODELS:
         assert issubclass(getattr(ours, model), getattr(importlib.import_module("vllm.models.deepseek_v4"), model))

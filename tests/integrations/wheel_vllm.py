@@ -1,5 +1,5 @@
-"""Drives the plug-in with the Python classes of a vLLM's wheel, on the CPU: `python -m tests.integrations.wheel_vllm
-FOLDER VERSION SEED`, where FOLDER has the wheel's Python files. Prints what was compared.
+"""Drives the plug-in with the Python classes of vLLM's wheel, on the CPU: `python -m tests.integrations.wheel_vllm
+FOLDER SEED`, where FOLDER has the wheel's Python files. Prints what was compared.
 
 vLLM's builders, impl bases and indexer metadata are the wheel's. What is no Python of theirs has a stand-in: packages
 that are not installed are empty, Triton kernels are NumPy, one process is every group of ranks.
@@ -11,7 +11,6 @@ import importlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -123,11 +122,10 @@ def batch_of(asked: Asked, table: torch.Tensor) -> Any:
     metadata = importlib.import_module("vllm.v1.attention.backend").CommonAttentionMetadata
     starts, lens = as_torch(asked.starts), torch.tensor(asked.seq_lens, dtype=torch.int32)
     tokens = max(int(starts[-1]), len(lens)) if max(asked.query_lens) == 1 else int(starts[-1])
-    known = {"seq_lens_cpu_upper_bound": lens} if "seq_lens_cpu_upper_bound" in metadata.__dataclass_fields__ else {}
     return metadata(
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, num_reqs=len(lens),
         num_actual_tokens=tokens, max_query_len=max(asked.query_lens), max_seq_len=max(asked.seq_lens),
-        block_table_tensor=table, slot_mapping=torch.zeros(tokens, dtype=torch.int64), **known,
+        block_table_tensor=table, slot_mapping=torch.zeros(tokens, dtype=torch.int64), seq_lens_cpu_upper_bound=lens,
     )  # fmt: skip
 
 
@@ -146,9 +144,6 @@ def impl_of(backend: Any, heads: int, cache_type: str, **more: Any) -> Any:
         q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, qk_head_dim=192, v_head_dim=128,
         kv_b_proj=None, **more,
     )  # fmt: skip
-
-
-# --- 0.33 ---
 
 
 def convert(
@@ -192,12 +187,15 @@ def key_ranges(
     requests: torch.Tensor, first: torch.Tensor, end: torch.Tensor, begin: int, stop: int, rank: int, ranks: int,
     interleave: int, *, num_reqs: int, COMPRESS_RATIO: int,
 ) -> None:  # fmt: skip
-    """vLLM's Triton kernel of prefills' chunks, of one rank."""
-    assert (rank, ranks, num_reqs) == (0, 1, len(lens))
-    KeyRanges().launch(starts, lens, key_starts, requests, first, end, begin, stop, COMPRESS_RATIO=COMPRESS_RATIO)
+    """vLLM's Triton kernel of prefills' chunks, of one rank: which gathered keys each query token sees."""
+    assert (rank, ranks, num_reqs, COMPRESS_RATIO) == (0, 1, len(lens), 1)
+    for r, (query, key) in enumerate(zip(starts[:-1].tolist(), key_starts[:-1].tolist(), strict=True)):
+        requests[key : int(key_starts[r + 1])] = r
+        for t in range(max(query, begin), min(int(starts[r + 1]), stop)):
+            first[t - begin], end[t - begin] = key, key + int(lens[r]) - int(starts[r + 1]) + t + 1
 
 
-def indexer_of_0_33(lists: torch.Tensor, keys: torch.Tensor) -> Any:
+def indexer_of(lists: torch.Tensor, keys: torch.Tensor) -> Any:
     """A layer's indexer, with what the adapter reads of it."""
     layers = importlib.import_module("vllm.models.deepseek_v32.attention")
     indexer = layers.DeepseekV32Indexer.__new__(layers.DeepseekV32Indexer)
@@ -233,8 +231,8 @@ def names() -> None:
         print(f"registered by CUPY_MLA_VLLM={mode}")
 
 
-def of_0_33(rng: np.random.Generator) -> None:
-    ours = importlib.import_module("cupy_mla.integrations.vllm.sparse_mla_common")
+def drive(rng: np.random.Generator) -> None:
+    ours = importlib.import_module("cupy_mla.integrations.vllm.sparse_mla")
     stock = importlib.import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
     groups = importlib.import_module("vllm.v1.attention.backends.mla.index_group")
     vars(importlib.import_module("vllm.v1.attention.ops.metadata"))["compute_token_to_req_indices"] = request_of_token
@@ -270,7 +268,7 @@ def of_0_33(rng: np.random.Generator) -> None:
         # A layer with an indexer, and one that takes its choice.
         group = groups.SparseMLAIndexGroupBuilder(lists)
         caches = Caches(rng, BLOCK_SIZE, heads, K, TIMES)
-        indexer = indexer_of_0_33(lists, as_torch(caches.keys))
+        indexer = indexer_of(lists, as_torch(caches.keys))
         layers = [
             impl_of(backend, heads, cache_type, indexer=indexer, topk_indices_buffer=lists, index_group_builder=group)
             for indexer in (indexer, None)
@@ -368,74 +366,13 @@ def refusals(backend: Any) -> None:
     print("vLLM's own check of a backend")
 
 
-# --- 0.22 ---
-
-
-class KeyRanges:
-    """vLLM's Triton kernel of prefills' chunks: which gathered keys each query token sees."""
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return self.launch
-
-    def launch(
-        self, starts: torch.Tensor, lens: torch.Tensor, key_starts: torch.Tensor, requests: torch.Tensor,
-        first: torch.Tensor, end: torch.Tensor, begin: int, stop: int, **constants: int,
-    ) -> None:  # fmt: skip
-        assert constants["COMPRESS_RATIO"] == 1
-        for r, (query, key) in enumerate(zip(starts[:-1].tolist(), key_starts[:-1].tolist(), strict=True)):
-            requests[key : int(key_starts[r + 1])] = r
-            for t in range(max(query, begin), min(int(starts[r + 1]), stop)):
-                first[t - begin], end[t - begin] = key, key + int(lens[r]) - int(starts[r + 1]) + t + 1
-
-
-def of_0_22(rng: np.random.Generator) -> None:
-    ours = importlib.import_module("cupy_mla.integrations.vllm.sparse_mla")
-    keys_of = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
-    context = vars(importlib.import_module("vllm.forward_context"))
-    stock = importlib.import_module("vllm.model_executor.layers.sparse_attn_indexer")
-    importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(CPU)
-    zeros = torch.zeros
-    vars(torch)["zeros"] = lambda *sizes, pin_memory=False, **more: zeros(*sizes, **more)  # so does that
-    for module in (ours.stock, keys_of):
-        module.num_compute_units = lambda device: 132
-    keys_of._build_prefill_chunk_metadata_kernel = KeyRanges()
-    spec = SimpleNamespace(block_size=BLOCK_SIZE)
-    backend = ours.CupyMLASparseBackend
-    for cache_type, layout, heads in (("auto", "bf16", 8), ("fp8_ds_mla", "v32_fp8", 8), ("fp8_ds_mla", "v32_fp8", 64)):
-        config, lists = engine(heads, cache_type), torch.full((64, K), HOSTILE, dtype=torch.int32)
-        caches = Caches(rng, BLOCK_SIZE, heads, K, TIMES)
-        cache = SimpleNamespace(prefix="layer.indexer.k_cache", kv_cache=as_torch(caches.keys))
-        op = stock.SparseAttnIndexer(cache, 128, "ue8m0", K, 128, 1024, 4096, lists, skip_k_cache_insert=True)
-        indexer = SimpleNamespace(indexer_op=op, k_cache=cache, topk_indices_buffer=lists)
-        layers = [impl_of(backend, heads, cache_type, indexer=indexer) for _ in range(2)]
-        builder = backend.get_builder_cls()(spec, ["layer.attn"], config, CPU)
-        key_builder = cache.get_attn_backend().get_builder_cls()(spec, [cache.prefix], config, CPU)
-        rows = as_torch(caches.rows[layout])
-        for name in ORDER:
-            asked = caches.step(name)
-            batch = batch_of(asked, as_torch(asked.table))
-            metadata = builder.build(0, batch)
-            built = {cache.prefix: key_builder.build(0, batch), "layer.attn": metadata}
-            context["_forward_context"] = SimpleNamespace(attn_metadata=built)
-            tokens = batch.num_actual_tokens
-            q, q8 = padded(asked.q, tokens), padded(asked.index_q.view(E4M3), tokens)
-            op(torch.zeros(tokens, 4), q8, torch.zeros(tokens, 128), padded(asked.weights, tokens))
-            for each in layers:
-                got, _ = each.forward_mqa((q[..., :512], q[..., 512:].clone()), rows, metadata, None)
-                assert_result(got[: len(asked.q)].float().numpy(), asked.want)
-        print(f"{len(ORDER)} steps of two layers and their indexer, {cache_type}, {heads} heads")
-
-
-DRIVES: dict[str, Callable[[np.random.Generator], None]] = {"0.22.1": of_0_22, "0.23.0": of_0_22, "0.33.0": of_0_33}
-
-
-def main(folder: str, version: str, seed: str) -> None:
+def main(folder: str, seed: str) -> None:
     sys.path.insert(0, folder)
     sys.meta_path.append(_Lacking())  # type: ignore[arg-type]
     parallel = importlib.import_module("vllm.distributed.parallel_state")
     vars(parallel)["_TP"] = SimpleNamespace(world_size=1, rank_in_group=0)
     torch.accelerator.empty_cache = lambda: None  # which needs a GPU
-    DRIVES[version](np.random.default_rng(int(seed)))
+    drive(np.random.default_rng(int(seed)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The engines' wheels, of which tests read the Python files.
 
-    python -m tests.integrations.wheels FOLDER [--every] [--seconds 120]
+    python -m tests.integrations.wheels FOLDER [--seconds 120]
 
 fetches them with pip, by name, and puts their Python files into the folder. Tests with the mark `contracts` find them
 there when `CUPY_MLA_ENGINE_WHEELS` names it, and are skipped without; what cannot be fetched in time is said.
@@ -19,7 +19,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 NEWEST = {"vllm": "0.33.0", "sglang": "0.5.23", "megatron_core": "0.19.2"}
-OLDER = (("vllm", "0.22.1"), ("vllm", "0.23.0"))
 # A wheel that pip takes whatever Python runs it.
 PLATFORMS = {
     "vllm": ("manylinux_2_28_x86_64", "3.12"), "sglang": ("manylinux_2_34_x86_64", "3.11"),
@@ -84,7 +83,6 @@ def unpack(wheel: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the Python files go")
-    parser.add_argument("--every", action="store_true", help="older versions of the engines, too")
     parser.add_argument("--seconds", type=float, default=120, help="after which what is not there is left")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -97,9 +95,8 @@ def main() -> None:
             return f"not fetched: {error}"
         return f"{' '.join(named)} is there after {time.monotonic() - start:.0f} s"
 
-    wanted = (*NEWEST.items(), *(OLDER if options.every else ()))
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        for line in pool.map(fetched, wanted):
+    with ThreadPoolExecutor(len(NEWEST)) as pool:
+        for line in pool.map(fetched, NEWEST.items()):
             print(line, flush=True)
 
 

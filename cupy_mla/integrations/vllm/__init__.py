@@ -3,14 +3,14 @@
 vLLM calls `register` in each of its processes: setup.cfg names it in the entry-point group `vllm.general_plugins`.
 `CUPY_MLA_VLLM` says what it does:
 
-- unset or `custom`: the backend is there as CUSTOM, in 0.33 as CUPY_MLA, too, and nothing changes until
-  `--attention-backend CUSTOM` asks for it; in models without an indexer that is the dense backend (`custom.py`);
-- `override`: it takes the place of what vLLM chooses by itself for sparse MLA models, which is FLASHMLA_SPARSE and, in
-  0.33 on Hopper, FLASH_ATTN_MLA_SPARSE; and DeepSeek-V4, whose attention cannot be selected, runs on our operations;
+- unset or `custom`: the backend is there as CUSTOM and as CUPY_MLA, and nothing changes until `--attention-backend`
+  asks for it; in models without an indexer that is the dense backend (`custom.py`);
+- `override`: it takes the place of what vLLM chooses by itself for sparse MLA models, which is FLASHMLA_SPARSE and, on
+  Hopper, FLASH_ATTN_MLA_SPARSE; and DeepSeek-V4, whose attention cannot be selected, runs on our operations;
 - `off`: nothing.
 
-A vLLM that lacks something an adapter needs is left alone, with one warning that names what is missing. To find that
-out its sources are read, not imported.
+A vLLM that lacks something that the plug-in builds on is left alone, with one warning that names the versions served
+and what is missing. To find that out its sources are read, not imported.
 """
 
 from __future__ import annotations
@@ -22,145 +22,23 @@ from pathlib import Path
 from ...checks.options import require_choice
 from ..contract import Needs, meets, missing, sources
 
-MODES = ("custom", "override", "off")
-# The names that a mode gives the backend, by adapter. vLLM 0.33 makes one of a name that it does not have.
-PLACES: dict[str, dict[str, tuple[str, ...]]] = {
-    "sparse_mla": {"custom": ("CUSTOM",), "override": ("FLASHMLA_SPARSE",)},
-    "sparse_mla_common": {
-        "custom": ("CUSTOM", "CUPY_MLA"), "override": ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"),
-    },
-}  # fmt: skip
+# The names that a mode gives the backend. vLLM makes one of a name that it does not have.
+PLACES: dict[str, tuple[str, ...]] = {
+    "custom": ("CUSTOM", "CUPY_MLA"),
+    "override": ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"),
+}
+MODES = (*PLACES, "off")
+SERVED = "0.33"
+NAMED = 3  # things that a warning names, of those that another version lacks
 
-REGISTRY: Needs = {
+# What `sparse_mla` and `indexer` build on.
+SPARSE_MLA: Needs = {
     "v1.attention.backends.registry": (
         "AttentionBackendEnum.CUSTOM",
         "AttentionBackendEnum.FLASHMLA_SPARSE",
-        "register_backend(backend, class_path)",
-    ),
-}
-# What `short` reads of a batch.
-BATCH = (
-    "CommonAttentionMetadata.num_reqs",
-    "CommonAttentionMetadata.num_actual_tokens",
-    "CommonAttentionMetadata.max_query_len",
-    "CommonAttentionMetadata.max_seq_len",
-    "CommonAttentionMetadata.query_start_loc_cpu",
-    "CommonAttentionMetadata.seq_lens",
-    "CommonAttentionMetadata.block_table_tensor",
-    "CommonAttentionMetadata.causal",
-)
-# What `warm` reads, and the heads of a rank.
-MAXIMA: Needs = {
-    "config.model": ("ModelConfig.get_num_attention_heads(self, parallel_config)", "ModelConfig.max_model_len"),
-    "config.scheduler": ("SchedulerConfig.max_num_batched_tokens", "SchedulerConfig.max_num_seqs"),
-    "config.speculative": ("SpeculativeConfig.num_speculative_tokens",),
-    "config.vllm": (
-        "VllmConfig.attention_config",
-        "VllmConfig.model_config",
-        "VllmConfig.parallel_config",
-        "VllmConfig.scheduler_config",
-        "VllmConfig.speculative_config",
-    ),
-}
-# What `sparse_mla` and `indexer` build on, as vLLM 0.22 has it.
-FLASHMLA_SPARSE: Needs = {
-    **REGISTRY,
-    **MAXIMA,
-    "v1.attention.backends.mla.flashmla_sparse": (
-        "MIN_HEADS_FOR_BF16_PREFILL",
-        "get_mla_metadata",
-        "FlashMLASparseBackend.get_builder_cls()",
-        "FlashMLASparseBackend.get_impl_cls()",
-        "FlashMLASparseBackend.supports_compute_capability(cls, capability)",
-        "FlashMLASparseMetadata(num_reqs, max_query_len, max_seq_len, num_actual_tokens, query_start_loc, "
-        "slot_mapping, block_table, req_id_per_token)",
-        "FlashMLASparseMetadata.block_size",
-        "FlashMLASparseMetadata.topk_tokens",
-        "FlashMLASparseMetadata.fp8_extra_metadata",
-        "FlashMLASparseMetadata.fp8_use_mixed_batch",
-        "FlashMLASparseMetadata.FP8KernelMetadata(scheduler_metadata, dummy_block_table, cache_lens)",
-        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.num_decodes",
-        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.num_decode_tokens",
-        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.prefill",
-        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.request_ids",
-        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.workspace_starts",
-        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.chunks",
-        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.seq_lens",
-        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.tokens_slice",
-        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.block_table",
-        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.workspace_starts",
-        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.chunk_tot_seqlen",
-        "FlashMLASparseMetadataBuilder.kv_cache_spec",
-        "FlashMLASparseMetadataBuilder.num_heads",
-        "FlashMLASparseMetadataBuilder.topk_tokens",
-        "FlashMLASparseMetadataBuilder.use_fp8_kv_cache",
-        "FlashMLASparseMetadataBuilder.req_id_per_token_buffer",
-        "FlashMLASparseMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)",
-        "FlashMLASparseMetadataBuilder._build_fp8_mixed_decode_prefill(self, common_attn_metadata)",
-        "FlashMLASparseMetadataBuilder._build_fp8_separate_prefill_decode(self, common_attn_metadata)",
-        "FlashMLASparseImpl.topk_indices_buffer",
-        "FlashMLASparseImpl.q_concat_buffer",
-        "FlashMLASparseImpl.prefill_bf16_workspace",
-        "FlashMLASparseImpl.softmax_scale",
-        "FlashMLASparseImpl.kv_cache_dtype",
-        "FlashMLASparseImpl.forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)",
-    ),
-    "v1.attention.backend": (
-        "AttentionMetadataBuilder.device",
-        "AttentionMetadataBuilder.reorder_batch_threshold",
-        "AttentionMetadataBuilder.vllm_config",
-        *BATCH,
-        "CommonAttentionMetadata.query_start_loc",
-        "CommonAttentionMetadata.slot_mapping",
-        "SparseMLAAttentionImpl.do_kv_cache_update"
-        "(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)",
-    ),
-    "v1.attention.backends.mla.indexer": (
-        "has_deep_gemm",
-        "DeepseekV32IndexerBackend.get_builder_cls()",
-        "DeepseekV32IndexerMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)",
-        "DeepseekV32IndexerMetadataBuilder.reorder_batch_threshold",
-        "DeepseekV32IndexerMetadataBuilder.compress_ratio",
-        "DeepseekV32IndexerMetadata(seq_lens, max_seq_len, slot_mapping, num_decodes, num_decode_tokens, num_prefills, "
-        "num_prefill_tokens)",
-        "DeepseekV32IndexerMetadata.decode",
-        "DeepseekV32IndexerMetadata.prefill",
-        "DeepSeekV32IndexerDecodeMetadata(block_table, seq_lens, decode_lens, requires_padding, schedule_metadata)",
-        "DeepseekV32IndexerPrefillMetadata.chunks",
-        "DeepseekV32IndexerPrefillChunkMetadata.block_table",
-        "DeepseekV32IndexerPrefillChunkMetadata.cu_seqlen_ks",
-        "DeepseekV32IndexerPrefillChunkMetadata.cu_seqlen_ke",
-        "DeepseekV32IndexerPrefillChunkMetadata.cu_seq_lens",
-        "DeepseekV32IndexerPrefillChunkMetadata.total_seq_lens",
-        "DeepseekV32IndexerPrefillChunkMetadata.token_start",
-        "DeepseekV32IndexerPrefillChunkMetadata.token_end",
-        "DeepseekV32IndexerPrefillChunkMetadata.skip_kv_gather",
-    ),
-    "model_executor.layers.sparse_attn_indexer": (
-        "has_deep_gemm",
-        "SparseAttnIndexer.__init__"
-        "(self, k_cache, quant_block_size, scale_fmt, topk_tokens, head_dim, max_model_len, max_total_seq_len, "
-        "topk_indices_buffer, skip_k_cache_insert, use_fp4_cache)",
-        "SparseAttnIndexer.forward_cuda(self, hidden_states, q_quant, k, weights)",
-    ),
-    "model_executor.models.deepseek_v2": ("Indexer.indexer_op", "Indexer.k_cache"),
-    "model_executor.custom_op": ("CustomOp._forward_method", "CustomOp.register_oot(cls)", "op_registry_oot"),
-    "utils.import_utils": ("has_deep_gemm()",),
-    "utils.torch_utils": (
-        "LayerNameType",
-        "_encode_layer_name(layer_name)",
-        "_resolve_layer_name(layer_name)",
-        "direct_register_custom_op(op_name, op_func, mutates_args, fake_impl, target_lib)",
-    ),
-    "v1.worker.workspace": ("current_workspace_manager()", "WorkspaceManager.get_simultaneous(self)"),
-}
-
-# What `sparse_mla_common` and `indexer_common` build on, as vLLM 0.33 has it.
-SPARSE_MLA_COMMON: Needs = {
-    "v1.attention.backends.registry": (
-        *REGISTRY["v1.attention.backends.registry"],
         "AttentionBackendEnum.FLASH_ATTN_MLA_SPARSE",
         "AttentionBackendEnum.register(cls, name, value)",
+        "register_backend(backend, class_path)",
     ),
     "v1.attention.backends.mla.flashmla_sparse": (
         "FlashMLASparseBackend.supported_kv_cache_dtypes",
@@ -195,7 +73,17 @@ SPARSE_MLA_COMMON: Needs = {
     "config": ("CUDAGraphMode", "get_current_vllm_config", "get_current_vllm_config_or_none"),
     "config.attention": ("AttentionConfig.hisparse_config",),
     "config.parallel": ("ParallelConfig.cp_kv_cache_interleave_size",),
-    **MAXIMA,
+    # What `warm` reads, and the heads of a rank.
+    "config.model": ("ModelConfig.get_num_attention_heads(self, parallel_config)", "ModelConfig.max_model_len"),
+    "config.scheduler": ("SchedulerConfig.max_num_batched_tokens", "SchedulerConfig.max_num_seqs"),
+    "config.speculative": ("SpeculativeConfig.num_speculative_tokens",),
+    "config.vllm": (
+        "VllmConfig.attention_config",
+        "VllmConfig.model_config",
+        "VllmConfig.parallel_config",
+        "VllmConfig.scheduler_config",
+        "VllmConfig.speculative_config",
+    ),
     "model_executor.layers.attention.mla_attention": (
         "MLADims.qk_rope_head_dim",
         "MLACommonBaseImpl.kv_cache_dtype",
@@ -205,7 +93,15 @@ SPARSE_MLA_COMMON: Needs = {
         "MLACommonBaseImpl.scale",
     ),
     "v1.attention.backend": (
-        *BATCH,
+        # What `short` reads of a batch.
+        "CommonAttentionMetadata.num_reqs",
+        "CommonAttentionMetadata.num_actual_tokens",
+        "CommonAttentionMetadata.max_query_len",
+        "CommonAttentionMetadata.max_seq_len",
+        "CommonAttentionMetadata.query_start_loc_cpu",
+        "CommonAttentionMetadata.seq_lens",
+        "CommonAttentionMetadata.block_table_tensor",
+        "CommonAttentionMetadata.causal",
         "AttentionBackend.validate_configuration(cls, head_size)",
         "AttentionMetadataBuilder.kv_cache_spec",
         "AttentionCGSupport.UNIFORM_BATCH",
@@ -220,7 +116,7 @@ SPARSE_MLA_COMMON: Needs = {
         "MLAAttentionImpl.do_kv_cache_update"
         "(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale)",
     ),
-    # What `indexer_common` builds on.
+    # What `indexer` builds on.
     "forward_context": (
         "ForwardContext.attn_metadata",
         "ForwardContext.cudagraph_runtime_mode",
@@ -268,12 +164,9 @@ SPARSE_MLA_COMMON: Needs = {
     ),
     "v1.worker.workspace": ("current_workspace_manager()", "WorkspaceManager.get_simultaneous(self)"),
 }
-# What `dense_mla` and `custom` build on, from vLLM 0.22 to 0.33.
+# What `dense_mla` and `custom` build on beyond that.
 DENSE_MLA: Needs = {
-    **REGISTRY,
-    **MAXIMA,
-    "config": ("get_current_vllm_config_or_none",),
-    "config.model": (*MAXIMA["config.model"], "ModelConfig.hf_text_config"),
+    "config.model": ("ModelConfig.hf_text_config",),
     "v1.kv_cache_interface": ("AttentionSpec.dtype",),
     "model_executor.layers.attention.mla_attention": (
         "MLACommonBackend.get_name()",
@@ -306,12 +199,11 @@ DENSE_MLA: Needs = {
         "AttentionLayer._q_scale",
     ),
 }
-# What `deepseek_v4` builds on, from vLLM 0.22 to 0.33.
+# What `deepseek_v4` builds on beyond that.
 DEEPSEEK_V4: Needs = {
-    **MAXIMA,
     "config.device": ("DeviceConfig.device_type",),
-    "config.model": (*MAXIMA["config.model"], "ModelConfig.hf_config"),
-    "config.vllm": (*MAXIMA["config.vllm"], "VllmConfig.device_config"),
+    "config.model": ("ModelConfig.hf_config",),
+    "config.vllm": ("VllmConfig.device_config",),
     "model_executor.models.registry": ("ModelRegistry", "_ModelRegistry.register_model(self, model_arch, model_cls)"),
     "models.deepseek_v4": ("DeepseekV4ForCausalLM",),
     "models.deepseek_v4.nvidia.model": ("DeepseekV4ForCausalLM.__init__(self, vllm_config, prefix)",),
@@ -324,8 +216,6 @@ DEEPSEEK_V4: Needs = {
     ),
 }
 
-# Adapters by the module with their backend class; the first whose needs a vLLM meets is taken.
-ADAPTERS: dict[str, Needs] = {"sparse_mla": FLASHMLA_SPARSE, "sparse_mla_common": SPARSE_MLA_COMMON}
 V4_MODELS = ("DeepseekV4ForCausalLM",)
 
 logger: logging.Logger = logging.getLogger(
@@ -344,31 +234,21 @@ def register() -> None:
     if mode == "off":
         return
     folder = sources("vllm")
-    chosen = adapter(folder)
-    if chosen is not None:
-        _register_backend(chosen, mode, folder)
+    if not is_served(folder):
+        return
+    _register_backend(mode, folder)
     if mode == "override" and has_deepseek_v4(folder):
         _register_deepseek_v4()
 
 
-def _register_backend(chosen: str, mode: str, folder: Path) -> None:
+def _register_backend(mode: str, folder: Path) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    path = f"{__name__}.{chosen}.CupyMLASparseBackend"
+    path = f"{__name__}.sparse_mla.CupyMLASparseBackend"
     if mode == "custom" and has_dense_mla(folder):
-        path = f"{__name__}.custom.{chosen}"
-    for place in PLACES[chosen][mode]:
+        path = f"{__name__}.custom.CupyMLABackend"
+    for place in PLACES[mode]:
         register_backend(AttentionBackendEnum.__members__.get(place, place), path)
-    if chosen == "sparse_mla" and not _has_deep_gemm():
-        from .indexer import replace_stock
-
-        replace_stock()
-
-
-def _has_deep_gemm() -> bool:
-    from vllm.utils.import_utils import has_deep_gemm
-
-    return bool(has_deep_gemm())
 
 
 def _register_deepseek_v4() -> None:
@@ -379,22 +259,20 @@ def _register_deepseek_v4() -> None:
         ModelRegistry.register_model(model, f"{__name__}.deepseek_v4:{model}")
 
 
-def adapter(package: Path) -> str | None:
-    """The module whose backend fits a vLLM; None, after a warning, where none does.
+def is_served(package: Path) -> bool:
+    """Whether a vLLM has all that the sparse backend builds on; False, after a warning, where it has not.
 
     Args:
         package: the folder of the package `vllm`.
     """
-    lacking = {}
-    for name, needs in ADAPTERS.items():
-        lacking[name] = missing(package, needs)
-        if not lacking[name]:
-            return name
-    least = min(lacking.values(), key=len)
-    logger.warning(
-        "cupy_mla leaves this vLLM alone, the CUSTOM attention backend is not registered. Missing: %s", "; ".join(least)
-    )
-    return None
+    lacking = missing(package, SPARSE_MLA)
+    if lacking:
+        more = f"; and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
+        logger.warning(
+            "cupy_mla serves vLLM %s and leaves this one alone, nothing is registered. Missing: %s%s",
+            SERVED, "; ".join(lacking[:NAMED]), more,
+        )  # fmt: skip
+    return not lacking
 
 
 def has_dense_mla(package: Path) -> bool:

@@ -1,8 +1,7 @@
 """What vLLM's CUSTOM stands for: the sparse backend in models with an indexer, the dense one in all others.
 
 vLLM knows a backend by the path of its class, and looks that up for each layer that it makes, while the model's
-configuration is the current one. The path that is registered ends in the name of the adapter with the sparse backend;
-what this module has under that name depends on the model.
+configuration is the current one. So what this module has under the name that is registered depends on the model.
 """
 
 from __future__ import annotations
@@ -10,14 +9,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from . import ADAPTERS
+BACKEND = "CupyMLABackend"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ADAPTERS:
+    if name != BACKEND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, backend = (name, "CupyMLASparseBackend") if has_indexer() else ("dense_mla", "CupyMLADenseBackend")
-    return getattr(import_module(f"{__package__}.{module}"), backend)
+    if has_indexer():
+        return import_module(f"{__package__}.sparse_mla").CupyMLASparseBackend
+    return import_module(f"{__package__}.dense_mla").CupyMLADenseBackend
 
 
 def has_indexer() -> bool:

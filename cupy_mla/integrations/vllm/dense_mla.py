@@ -1,4 +1,4 @@
-"""The backend of models without an indexer (DeepSeek-V3 and R1, Kimi K2), for vLLM 0.22 to 0.33.
+"""The backend of models without an indexer (DeepSeek-V3 and R1, Kimi K2).
 
 Ours is the attention of decodes, over bf16 caches and FP8 ones of one scale, with blocks of any size. The cache write,
 prefills and metadata stay vLLM's. With speculative decoding a request's query tokens share its rows. Lengths are read

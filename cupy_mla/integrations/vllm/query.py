@@ -1,4 +1,4 @@
-"""The query of a layer, for every vLLM."""
+"""The query of a layer, for sparse and for dense attention."""
 
 from __future__ import annotations
 

@@ -1,47 +1,50 @@
-"""The backend for vLLM 0.22: FlashMLASparse's metadata and hooks, our kernels.
+"""The sparse backend. vLLM's sparse MLA backends share their metadata and all but the attention itself.
 
-vLLM's builder goes on building the batches. What is ours: the cache write, the query's concatenation, index conversion,
-gathering, and attention over FP8 and bf16 caches for any number of heads, none padded. Constructing a layer's impl
-also hands the layer's indexer over (`indexer.adopt`), so a model that does not select this backend is not touched.
-
-Our indexer puts -1 behind a token's positions only. So the number of valid entries tells where a token's list ends.
-Attention skips what is behind it: most of the list where the cache holds few tokens. The layers of a step divide their
-work alike, by a plan in the step's metadata. Where the indexer chose slots (`indexer.ChosenSlots`), nothing is
-converted. Decodes of short contexts attend over all rows, without lists, where that is faster (`short.py`).
+Ours is the attention, over FP8 and bf16 caches and for any number of heads, and in DeepSeek-V3.2 and GLM-5 the choice
+of rows (`indexer.py`). So is the cache write where vLLM asks the backend for it: in GLM-5.3-Flash and under
+prefill context parallelism; DeepSeek-V3.2's layers write rows by a fused kernel of their own. Index conversion stays
+vLLM's, as does the dense attention that it gives to prefills of at most topk tokens. Prefills over an FP8 cache go to
+the decode kernel, which reads FP8 rows in place. Decodes of short contexts attend over all rows, without lists, where
+that is faster (`short.py`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from math import gcd
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backends.mla import flashmla_sparse as stock
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.model_executor.layers.attention import sparse_mla_attention as common
+from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
+from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
+from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 
 from ...backends.sparse_mla import SparseMLABackend
-from ...config import SparseMLAConfig
-from ...cuda.program import Plan
-from ...layouts import BF16_576, V32_FP8
-from ...ops.attention import planned_decode, sparse_prefill
-from ...ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
-from ...ops.indices import convert_req_index_to_global_index
+from ...layouts import BF16_512, BF16_576, V32_FP8
+from ...ops.attention import sparse_decode, sparse_prefill
+from ...ops.cache import concat_and_cache_mla
 from ...typing import CacheLayout
-from . import cache_write, short, warm
-from .indexer import adopt, chosen_slots, of_single_tokens
-from .rebound import rebound
+from . import indexer, short, warm
+from .query import whole
 
 if TYPE_CHECKING:
     from ..untyped import Untyped as StockBackend
     from ..untyped import Untyped as StockBuilder
     from ..untyped import Untyped as StockImpl
 else:
-    StockBackend = stock.FlashMLASparseBackend
-    StockBuilder = stock.FlashMLASparseMetadataBuilder
-    StockImpl = stock.FlashMLASparseImpl
+    StockBackend = FlashMLASparseBackend
+    StockBuilder = common.SparseMLACommonMetadataBuilder
+    StockImpl = common.SparseMLACommonImpl
+
+DEEP_GEMM = (9, 10, 12)  # major compute capabilities for which vLLM's indexers have kernels
+WRITTEN = ("auto", "bfloat16", "fp8_ds_mla")  # cache types that `concat_and_cache_mla` writes
 
 
 class CupyMLASparseBackend(StockBackend):
     """Its name stays FLASHMLA_SPARSE: by that name vLLM knows that `fp8` means `fp8_ds_mla`."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "fp8_ds_mla", "fp8"]
 
     @staticmethod
     def get_builder_cls() -> type[CupyMLASparseBuilder]:
@@ -52,76 +55,128 @@ class CupyMLASparseBackend(StockBackend):
         return CupyMLASparseImpl
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
+        """Of attention; what else a layer needs, `supports_combination` says, which can tell why not."""
         return SparseMLABackend.supports_compute_capability(capability.major, capability.minor)
 
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Why a layer cannot be served, None where it can."""
+        major, minor = device_capability.major, device_capability.minor
+        if major not in DEEP_GEMM:
+            lacking = "vLLM's indexer needs DeepGEMM, which has kernels for compute capability 9.0, 10.x and 12.x"
+            if (major, minor) < (8, 9):
+                lacking += ", and vLLM's kernels of norm, RoPE and cache write need FP8, from 8.9 on"
+            return f"{lacking}; this GPU has {major}.{minor}"
+        config = get_current_vllm_config_or_none()
+        model = None if config is None else config.model_config
+        if head_size == 512 and model is not None and getattr(model.hf_text_config, "qk_rope_head_dim", 64) != 0:
+            return "head size 512 is served for models without RoPE alone"
+        return None
 
-def _no_schedule(*args: Any, **kwargs: Any) -> tuple[None, None]:
-    """Stands in for FlashMLA's schedule: our kernels divide their work themselves."""
-    return None, None
+    @classmethod
+    def validate_configuration(
+        cls, *layer: Any, use_pcp: bool = False, use_dcp: bool = False, **more: Any
+    ) -> list[str]:
+        """Every reason why a layer cannot be served."""
+        stock: Any = super()
+        reasons: list[str] = stock.validate_configuration(*layer, use_pcp=use_pcp, use_dcp=use_dcp, **more)
+        if use_pcp and use_dcp:
+            reasons.append(
+                "prefill together with decode context parallelism not supported: a rank would attend prefills over its "
+                "own rows alone"
+            )
+        return reasons
 
 
 class CupyMLASparseBuilder(StockBuilder):
-    """vLLM's metadata without FlashMLA's schedules. Ranks of few heads give whole batches to the decode kernel."""
+    """The metadata that all of vLLM's sparse MLA backends have, and the decodes that take no lists.
 
-    _build: Any = rebound(
-        stock.FlashMLASparseMetadataBuilder.build, MIN_HEADS_FOR_BF16_PREFILL=SparseMLAConfig.mixed_below_heads
-    )
-    _build_fp8_mixed_decode_prefill: Any = rebound(
-        stock.FlashMLASparseMetadataBuilder._build_fp8_mixed_decode_prefill, get_mla_metadata=_no_schedule
-    )
-    _build_fp8_separate_prefill_decode: Any = rebound(
-        stock.FlashMLASparseMetadataBuilder._build_fp8_separate_prefill_decode, get_mla_metadata=_no_schedule
-    )
+    Requests of few query tokens count as decodes, up to as many as for vLLM's own backends on Hopper: the decode kernel
+    serves them as well, and one of them beside decodes must not take these to the prefill kernel.
+    """
+
+    _stock_build: Any = common.SparseMLACommonMetadataBuilder.build
+    metadata_cls: Any = common.SparseMLACommonMetadata
+    _cudagraph_support: Any = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        buffer = self.req_id_per_token_buffer
-        self.single_token_requests: torch.Tensor = torch.arange(len(buffer), dtype=buffer.dtype, device=buffer.device)
-        self.whole_batch: Any = None
-        if self.use_fp8_kv_cache:
-            self.whole_batch = stock.FlashMLASparseMetadata.FP8KernelMetadata(
-                scheduler_metadata=None, dummy_block_table=None, cache_lens=None
-            )
-        layout: CacheLayout = "v32_fp8" if self.use_fp8_kv_cache else "bf16"
-        # vLLM makes builders before it captures graphs; it has no earlier hook for a backend.
-        warm.up(warm.layers_of(self.vllm_config, self.num_heads, self.topk_tokens, layout), self.device)
+        parallel = self.vllm_config.parallel_config
+        self.heads: int = self.model_config.get_num_attention_heads(parallel)
+        self._init_reorder_batch_threshold(
+            128 if self.heads in (16, 32) else 256,
+            supports_spec_as_decode=True,
+            supports_dcp_with_varlen=parallel.cp_kv_cache_interleave_size == 1,
+        )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        built = self.build_lists(common_prefix_len, common_attn_metadata, fast_build)
-        layout = V32_FP8 if self.use_fp8_kv_cache else BF16_576
-        longest = self.reorder_batch_threshold
-        setattr(built, short.NAME, short.dense_decodes(self, common_attn_metadata, layout, self.num_heads, longest))
+        built = self._stock_build(common_prefix_len, common_attn_metadata, fast_build)
+        config = self.vllm_config
+        # A rank of several has a part of the rows; HiSparse has them elsewhere.
+        if self.dcp_world_size == 1 and not self.use_pcp and config.attention_config.hisparse_config is None:
+            layout = BF16_576 if self.mla_dims.qk_rope_head_dim else BF16_512
+            if self.kv_cache_spec.cache_dtype_str == "fp8_ds_mla":
+                layout = V32_FP8
+            longest = max_decode_query_len(config)
+            dense = short.dense_decodes(self, common_attn_metadata, layout, self.heads, longest)
+            setattr(built, short.NAME, dense)
         return built
-
-    def build_lists(self, common_prefix_len: int, batch: Any, fast_build: bool) -> Any:
-        """The metadata of attention over index lists."""
-        if not of_single_tokens(self, batch):
-            return self._build(common_prefix_len, batch, fast_build)
-        return stock.FlashMLASparseMetadata(
-            num_reqs=batch.num_reqs,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            num_actual_tokens=batch.num_actual_tokens,
-            query_start_loc=batch.query_start_loc,
-            slot_mapping=batch.slot_mapping,
-            block_table=batch.block_table_tensor,
-            req_id_per_token=self.single_token_requests[: batch.num_actual_tokens],
-            block_size=self.kv_cache_spec.block_size,
-            topk_tokens=self.topk_tokens,
-            fp8_extra_metadata=self.whole_batch,
-            fp8_use_mixed_batch=self.use_fp8_kv_cache,
-        )
 
 
 class CupyMLASparseImpl(StockImpl):
-    """One layer's attention. Buffers are those that vLLM's impl reserves."""
+    """One layer's attention.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        sinks: [heads of this rank] float32 attention sinks of models that have them (HY-V4). Such layers do without
+            context parallelism, whose merge of ranks would count them once a rank, and without dense prefills, which
+            would leave them out.
+    """
+
+    _stock_forward_mqa: Any = common.SparseMLACommonImpl.forward_mqa
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    lse_base_on_e: bool = True
+
+    def __init__(self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        speculative = get_current_vllm_config().speculative_config
-        self.decode_query_len: int = 1 + (speculative.num_speculative_tokens if speculative else 0)
-        adopt(kwargs["indexer"])
+        self.sinks: torch.Tensor | None = sinks
+        self.fp8: bool = self.kv_cache_dtype == "fp8_ds_mla"
+        if (self.fp8 and self.qk_rope_head_dim == 0) or sinks is not None:
+            # Without RoPE its workspace is narrower than the rows of such a cache.
+            self.supports_dense_mha_prefill: bool = False
+        if sinks is not None:
+            self.supports_dcp = False
+            if self.dcp_world_size > 1:
+                raise NotImplementedError("attention sinks with decode context parallelism")
+        self.vllm_config: Any = get_current_vllm_config()
+        if kwargs.get("indexer") is not None:
+            indexer.adopt(kwargs["indexer"])
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Warm up: vLLM calls this for each layer, after loading and before it measures the memory that is left."""
+        layout: CacheLayout = "v32_fp8" if self.fp8 else "bf16"
+        lists = self.topk_indices_buffer
+        layers = warm.layers_of(
+            self.vllm_config, self.num_heads * self.dcp_world_size, lists.shape[1], layout,
+            rope=self.qk_rope_head_dim > 0,
+        )  # fmt: skip
+        warm.up(layers, lists.device)
 
     def do_kv_cache_update(
         self,
@@ -131,8 +186,18 @@ class CupyMLASparseImpl(StockImpl):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,
     ) -> None:
-        cache_write.write(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
+        """Put a step's rows into the cache; a profiling run has none, and nothing is done.
+
+        Raises:
+            ValueError: a cache type that our operation does not write.
+        """
+        if kv_cache.numel() == 0:
+            return
+        if kv_cache_dtype not in WRITTEN:
+            raise ValueError(f"kv_cache_dtype: expected one of {WRITTEN}, got {kv_cache_dtype!r}")
+        concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping.flatten())
 
     def forward_mqa(
         self,
@@ -141,85 +206,36 @@ class CupyMLASparseImpl(StockImpl):
         attn_metadata: Any,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if isinstance(q, tuple):
-            nope, rope = q
-            q = self.q_concat_buffer[: nope.shape[0]]
-            concat_mla_q(nope, rope, q)
-        if (dense := short.dense_decodes_of(attn_metadata)) is not None:
-            return short.attend(q, kv_c_and_k_pe_cache, dense, self.softmax_scale), None
-        tokens = q.shape[0]
-        extra = attn_metadata.fp8_extra_metadata
-        prefill = getattr(extra, "prefill", None)
-        slots, counts = self._slots(tokens, attn_metadata, prefill)
-        out = q.new_empty((tokens, q.shape[1], self.kv_lora_rank))
-        cache = kv_c_and_k_pe_cache
-        plan = vars(attn_metadata).setdefault("cupy_mla_plan", Plan())
-        if self.kv_cache_dtype != "fp8_ds_mla":
-            self._attend_bf16(q, cache, slots, counts, out, plan, attn_metadata.max_query_len)
-        elif isinstance(extra, stock.FlashMLASparseMetadata.FP8KernelMetadata):
-            self._decode(q, cache, slots, counts, out, plan)
+        dense = short.dense_decodes_of(attn_metadata)
+        if dense is None:
+            return self._stock_forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        query = whole(q, BF16_576.d_qk if self.fp8 else kv_c_and_k_pe_cache.shape[-1])
+        return short.attend(query, kv_c_and_k_pe_cache, dense, self.scale, self.sinks), None
+
+    def _forward_mqa_kernel(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        topk_indices: torch.Tensor,
+        valid_counts: torch.Tensor,
+        *,
+        layer: Any,
+        block_size: int,
+        is_decode: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention over the first `valid_counts` of each token's rows; they count from the cache's first row."""
+        rows, _ = flat_kv_row_view(kv_cache, block_size)
+        query = whole(q, BF16_576.d_qk if self.fp8 else rows.shape[-1])
+        if self.fp8 or is_decode:
+            pages = rows.view(-1, gcd(len(rows), warm.PAGE), rows.shape[-1])  # of a power of two, which saves divisions
+            out, lse = sparse_decode(
+                query[:, None], pages, topk_indices[:, None], self.scale, attn_sink=self.sinks, topk_length=valid_counts
+            )
+            out, lse = out[:, 0], lse[..., 0]
         else:
-            if extra.num_decode_tokens:
-                d = slice(extra.num_decode_tokens)
-                self._decode(q[d], cache, slots[d], counts[d], out[d], plan)
-            for chunk in prefill.chunks if prefill else ():
-                self._attend_gathered(q, cache, slots, counts, out, chunk)
-        return out, None
-
-    def _slots(self, tokens: int, metadata: Any, prefill: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each token's rows lie, -1 behind them, and how many; a number beyond topk stands for all."""
-        chosen = self.topk_indices_buffer[:tokens]
-        if (found := chosen_slots.get(chosen.data_ptr())) is not None:
-            return chosen, found.checked(metadata.block_table).lengths
-        return convert_req_index_to_global_index(
-            metadata.req_id_per_token,
-            metadata.block_table,
-            chosen,
-            metadata.block_size,
-            prefill.request_ids if prefill else None,
-            prefill.workspace_starts if prefill else None,
-            return_valid_counts=True,
-        )
-
-    def _decode(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        slots: torch.Tensor,
-        counts: torch.Tensor,
-        out: torch.Tensor,
-        plan: Plan,
-    ) -> None:
-        """Attention over cache slots. Each token is a request of its own: tokens' lists end at places of their own."""
-        planned_decode(q[:, None], cache, slots[:, None], counts, self.softmax_scale, out[:, None], None, plan)
-
-    def _attend_bf16(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        slots: torch.Tensor,
-        counts: torch.Tensor,
-        out: torch.Tensor,
-        plan: Plan,
-        max_query_len: int,
-    ) -> None:
-        """Batches of decodes go to the kernel that splits rows, all others to the prefill kernel."""
-        if max_query_len > self.decode_query_len and cache.is_contiguous():
-            rows = cache.view(-1, 1, cache.shape[-1])
-            sparse_prefill(q, rows, slots[:, None], self.softmax_scale, topk_length=counts, out=out)
-        else:
-            self._decode(q, cache, slots, counts, out, plan)
-
-    def _attend_gathered(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        slots: torch.Tensor,
-        counts: torch.Tensor,
-        out: torch.Tensor,
-        chunk: Any,
-    ) -> None:
-        """Attention of one chunk of prefills over its rows, gathered as bfloat16."""
-        rows, t = self.prefill_bf16_workspace[: int(chunk.chunk_tot_seqlen)], chunk.tokens_slice
-        cp_gather_and_upconvert_fp8_kv_cache(cache, rows, chunk.block_table, chunk.seq_lens, chunk.workspace_starts)
-        sparse_prefill(q[t], rows[:, None], slots[t][:, None], self.softmax_scale, topk_length=counts[t], out=out[t])
+            out, _, lse = sparse_prefill(
+                query, rows[:, None], topk_indices[:, None], self.scale, attn_sink=self.sinks, topk_length=valid_counts
+            )
+        if not self.need_to_return_lse_for_decode:
+            return out, None
+        return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # of a rank without a row, for vLLM's merge

@@ -16,22 +16,18 @@ PAGE = 64  # rows of a block, of which vLLM's blocks are multiples
 V4_PAGE = 256  # tokens of a block of DeepSeek-V4's caches
 
 
-def layers_of(
-    vllm_config: Any, heads: int, topk: int, layout: CacheLayout, *, rope: bool = True, all_decodes: bool = False
-) -> SparseMLAConfig:
-    """Sparse MLA layers and an engine's maxima.
+def layers_of(vllm_config: Any, heads: int, topk: int, layout: CacheLayout, *, rope: bool) -> SparseMLAConfig:
+    """Sparse MLA layers and an engine's maxima. Whole batches may go to the decode kernel.
 
     Args:
         heads: query heads that a call has.
         topk: entries of a query token's list.
         layout: of the cache.
         rope: whether rows have a RoPE part; GLM-5.3-Flash's have none.
-        all_decodes: whether whole batches may go to the decode kernel.
     """
     scheduler, more = vllm_config.scheduler_config, _speculative(vllm_config)
-    seqs, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-    if all_decodes:
-        seqs = max(seqs, int(ceil_div(tokens, 1 + more)))
+    tokens = scheduler.max_num_batched_tokens
+    seqs = max(scheduler.max_num_seqs, int(ceil_div(tokens, 1 + more)))
     return SparseMLAConfig(
         heads, 576 if rope else 512, topk=topk, block_size=PAGE, cache_layout=layout, max_num_seqs=seqs,
         max_num_batched_tokens=tokens, max_model_len=vllm_config.model_config.max_model_len,

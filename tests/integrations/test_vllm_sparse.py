@@ -1,4 +1,4 @@
-"""The adapter for vLLM 0.33 on stand-ins of its classes, on the CPU: attention, lse of a rank, cache write."""
+"""The sparse backend for vLLM on stand-ins of its classes, on the CPU: attention, lse of a rank, cache write."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
 from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, TOPK, Step, assert_result, make_step  # noqa: E402
-from tests.integrations.test_vllm import HOSTILE, as_torch, vllm_batch  # noqa: E402
+from tests.integrations.test_vllm import HOSTILE, as_torch, float32_backend, vllm_batch  # noqa: E402
 
 CACHES = {"bf16": ("auto", "bf16"), "fp8": ("fp8_ds_mla", "v32_fp8")}
 
 
 @pytest.fixture
-def adapter(vllm_33: None) -> ModuleType:
-    return importlib.import_module(f"{plugin.__name__}.sparse_mla_common")
+def adapter(vllm: None) -> ModuleType:
+    return importlib.import_module(f"{plugin.__name__}.sparse_mla")
 
 
 def spread(cache: torch.Tensor, gap: int) -> torch.Tensor:
@@ -119,14 +119,31 @@ def test_short_extends_are_decodes(adapter, heads: int, fields: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("query_len", "speculative", "taken"), [(1, 0, True), (3, 2, True), (3, 1, False), (3, 0, False)]
-)
-def test_only_decodes_take_no_lists(adapter, rng, query_len: int, speculative: int, taken: bool) -> None:
-    """Extends that are as long as one another are no decodes, however short."""
+    ("query_lens", "speculative", "taken"),
+    [([1, 1], 0, True), ([1, 1, 0], 0, True), ([3, 3], 2, True), ([3, 3], 1, False), ([3, 3], 0, False),
+     ([3, 2, 1], 2, False), ([1, 6], 0, False)],
+    ids=str,
+)  # fmt: skip
+def test_only_decodes_take_no_lists(adapter, rng, query_lens: list[int], speculative: int, taken: bool) -> None:
+    """As long as one another; extends are none, however short. A request of no token pads the batch."""
     more = {"speculative": SimpleNamespace(num_speculative_tokens=speculative)} if speculative else {}
-    batch = vllm_batch(make_step(rng, 12, [query_len] * 2, [TOPK, 5]).batch, 2 * query_len)
+    tokens = sum(query_lens) if max(query_lens) > 1 else len(query_lens)
+    batch = vllm_batch(make_step(rng, 12, query_lens, [TOPK, 6, 1][: len(query_lens)]).batch, tokens)
     found = adapter.short.dense_decodes_of(builder_of(adapter, "bf16", **more).build(0, batch))
     assert (found is not None) == taken
+
+
+def test_a_captured_step_takes_lists(adapter, rng, monkeypatch) -> None:
+    """vLLM says `max_model_len` of a step that it captures. Should one say less, the capture is seen."""
+    batch = vllm_batch(make_step(rng, 12, [1, 1], [TOPK, 3]).batch, 2)
+    builder = builder_of(adapter, "bf16")
+    metadata = builder.build(0, batch)
+    batch.max_seq_len = TOPK + 1
+    assert adapter.short.dense_decodes_of(builder.build(0, batch)) is None
+    assert adapter.short.dense_decodes_of(metadata) is not None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert adapter.short.dense_decodes_of(metadata) is None
 
 
 @pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
@@ -166,7 +183,8 @@ def builder_of(adapter, cache: str, rope: bool = True, heads: int = 12, **fields
         speculative_config=fields.pop("speculative", None),
     )  # fmt: skip
     spec = SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype_str=CACHES[cache][0])
-    builder = adapter.CupyMLASparseBackend.get_builder_cls()(spec, [], config, None)
+    backend = fields.pop("backend", adapter.CupyMLASparseBackend)
+    builder = backend.get_builder_cls()(spec, [], config, None)
     vars(builder).update(fields)
     return builder
 
@@ -300,3 +318,22 @@ def test_cache_write(adapter, cache_type: str) -> None:
     impl.do_kv_cache_update(kv_c, k_pe, torch.zeros(0), slots, cache_type, torch.ones(()))
     with pytest.raises(ValueError, match=r"^kv_cache_dtype: expected one of .*, got 'nvfp4_ds_mla'"):
         impl.do_kv_cache_update(kv_c, k_pe, got, slots, "nvfp4_ds_mla", torch.ones(()))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_benchmark_measures_against_exact_attention(adapter, rng, monkeypatch, cache: str) -> None:
+    """Its float32 backend is float64 attention but for the rounding of the result, over lists in every step."""
+    float32, (cache_type, layout) = float32_backend(monkeypatch), CACHES[cache]
+    step = make_step(rng, 12, [1, 40, 3])
+    impl = float32.get_impl_cls()(SCALE, cache_type, 64, as_torch(step.topk_indices))
+    assert not impl.supports_dense_mha_prefill
+    rows = as_torch(step.caches[layout])
+    rows.view(torch.uint8)[(rows.view(torch.uint8) == 0xFF).all(-1)] = 0  # it multiplies rows that nobody names by 0
+    of = metadata(step, 0)
+    of.req_id_per_token, of.block_table = as_torch(of.req_id_per_token).int(), as_torch(of.block_table)
+    q = as_torch(step.q)
+    got, _ = impl.forward_mqa((q[..., :512], q[..., 512:]), rows, of, None)
+    np.testing.assert_allclose(got.float().numpy(), step.want, rtol=1.01 / 256, atol=1e-6)
+    batch = vllm_batch(make_step(rng, 12, [1, 1], [TOPK, 3]).batch, 2)
+    builder = builder_of(adapter, cache, backend=float32)
+    assert adapter.short.dense_decodes_of(builder.build(0, batch)) is None

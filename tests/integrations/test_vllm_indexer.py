@@ -1,4 +1,4 @@
-"""The indexer in the adapter for vLLM 0.33 on stand-ins of its classes, on the CPU. `wheel_vllm` has the wheel's."""
+"""The indexer of the vLLM plug-in on stand-ins of its classes, on the CPU. `wheel_vllm` has the wheel's."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
 from tests import indexers, oracle_indexer  # noqa: E402
+from tests.backends.test_sparse_mla import BLOCK_SIZE  # noqa: E402
 from tests.integrations.stub_vllm import loaded  # noqa: E402
-from tests.integrations.test_vllm import BLOCK_SIZE, HEADS, MAX_LEN, K, as_torch, batch_metadata  # noqa: E402
+from tests.integrations.test_vllm import as_torch, float32_backend, valid_first  # noqa: E402
 from tests.kinds import E4M3  # noqa: E402
 
+K, HEADS, MAX_LEN = 6, 8, 32
 CACHE = "layer.indexer.k_cache"
 
 
 @pytest.fixture
-def adapter(vllm_33: None) -> ModuleType:
+def adapter(vllm: None) -> ModuleType:
     importlib.import_module("vllm.models.deepseek_v32.attention")  # as the model does
-    return importlib.import_module(f"{plugin.__name__}.sparse_mla_common")
+    return importlib.import_module(f"{plugin.__name__}.sparse_mla")
 
 
 def made(adapter: ModuleType, lists: torch.Tensor, prefix: str = "layer.indexer", **op: Any) -> Any:
@@ -47,6 +49,34 @@ def choose(
     )  # fmt: skip
 
 
+def batch_metadata(table, query_lens, seq_lens, starts, decodes: int, speculative: int):
+    """What vLLM's builder makes of a batch, by its rules: uniform decodes, then chunks of prefills, one cut in two."""
+    m, chunks, decode = loaded("vllm.v1.attention.backends.mla.indexer"), [], None
+    if decodes:
+        lens = np.array(query_lens[:decodes])
+        seen = np.array(seq_lens[:decodes])[:, None] - lens.max() + 1 + np.arange(lens.max())
+        decode = m.DeepSeekV32IndexerDecodeMetadata(
+            as_torch(table[:decodes]), as_torch(seen.astype(np.int32)), as_torch(lens), bool(lens.min() != lens.max()),
+            None,
+        )  # fmt: skip
+    for r in range(decodes, len(query_lens)):
+        n, length = query_lens[r], seq_lens[r]
+        for begin, end in ((0, n // 2), (n // 2, n)):
+            ends = np.arange(length - n + begin + 1, length - n + end + 1, dtype=np.int32)
+            chunks.append(
+                m.DeepseekV32IndexerPrefillChunkMetadata(
+                    as_torch(table[r : r + 1]), torch.zeros(end - begin, dtype=torch.int32), as_torch(ends),
+                    torch.tensor([0, length], dtype=torch.int32), length, int(starts[r] + begin), int(starts[r] + end),
+                    skip_kv_gather=False,
+                )
+            )  # fmt: skip
+    return m.DeepseekV32IndexerMetadata(
+        as_torch(np.array(seq_lens)), max(seq_lens), torch.zeros(int(starts[-1]), dtype=torch.int64),
+        decodes, int(starts[decodes]), len(query_lens) - decodes, int(starts[-1] - starts[decodes]),
+        decode, m.DeepseekV32IndexerPrefillMetadata(chunks) if chunks else None,
+    )  # fmt: skip
+
+
 class Batch:
     """Requests of so many query tokens, and tokens that pad them; sums of the indexer are exact.
 
@@ -65,8 +95,7 @@ class Batch:
         self.lists = torch.full((tokens + padding + 1, K), -1, dtype=torch.int32)
         decodes = next((i for i, n in enumerate(query_lens) if n > speculative), requests)
         starts = np.concatenate([[0], np.cumsum(query_lens)])
-        names = SimpleNamespace(metadata=loaded("vllm.v1.attention.backends.mla.indexer"))
-        self.metadata = batch_metadata(names, table, query_lens, seq_lens, starts, decodes, speculative)
+        self.metadata = batch_metadata(table, query_lens, seq_lens, starts, decodes, speculative)
         self.want = np.full((tokens + padding + 1, K), -1, np.int32)
         for r, (n, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
             for j in range(n):
@@ -87,12 +116,22 @@ class Batch:
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("padding", [0, 3])
-def test_positions_are_those_of_float64_logits(adapter, rng, query_lens: list[int], speculative: int, padding: int):
-    """Of decodes as long as one another or not, and of prefills."""
+@pytest.mark.parametrize("exact", [False, True], ids=["ours", "float32"])
+def test_positions_are_those_of_float64_logits(
+    adapter, rng, monkeypatch, query_lens: list[int], speculative: int, padding: int, exact: bool
+) -> None:
+    """Of decodes as long as one another or not, and of prefills.
+
+    The benchmark's float32 backend has logits and a top-k of its own, whose positions are in another order.
+    """
     batch = Batch(rng, query_lens, speculative, padding)
+    if exact:
+        float32_backend(monkeypatch).get_impl_cls()(0.1, "auto", 64, batch.lists)
+        assert adapter.indexer.select_rows.__module__ == "vllm_float32"
     made(adapter, batch.lists)
     assert batch.choose() is batch.lists
-    np.testing.assert_array_equal(batch.lists.numpy(), batch.want)
+    got = batch.lists.numpy()
+    np.testing.assert_array_equal(valid_first(np.sort(got)) if exact else got, batch.want)
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 1, 2], [2, 2, 0]], ids=str)
@@ -183,9 +222,9 @@ def test_decodes_without_lists_choose_nothing(adapter, rng) -> None:
 @pytest.mark.parametrize("longest", [K, K + 1])
 def test_short_contexts_need_no_logits(adapter, rng, monkeypatch, longest: int) -> None:
     """Where no request has more keys than are chosen."""
-    common = importlib.import_module(f"{plugin.__name__}.indexer_common")
-    most, select = [], common.select_rows_paged
-    monkeypatch.setattr(common, "select_rows_paged", lambda *a, **k: (most.append(a[5]), select(*a, **k))[1])
+    ours = adapter.indexer
+    most, select = [], ours.select_rows_paged
+    monkeypatch.setattr(ours, "select_rows_paged", lambda *a, **k: (most.append(a[5]), select(*a, **k))[1])
     batch = Batch(rng, [1, 1])
     made(adapter, batch.lists)
     batch.metadata.max_seq_len = longest
