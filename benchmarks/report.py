@@ -281,11 +281,16 @@ def batch_invariant() -> str:
 
 def vllm() -> str:
     """Engines on the plug-in beside vLLM's own layers: a part for each run that rows are of."""
-    record = load("vllm")
+    parts = [part for folder in folders() for part in vllm_of(load("vllm", folder))]
+    return "\n\n".join(parts) or NOT_MEASURED
+
+
+def vllm_of(record: dict[str, Any]) -> list[str]:
+    """The parts of a GPU's record."""
     runs: dict[tuple[int, str, str], list[Row]] = {}
     for row in record["rows"]:
         runs.setdefault((row["tensor_parallel"], row["version"], row["commit"]), []).append(row)
-    parts = []
+    parts: list[str] = []
     for (gpus, version, commit), rows in sorted(runs.items()):
         place = record["gpu"] if gpus == 1 else f"{record['gpu']}, tensor parallel over {gpus}"
         note = record.get("notes", {}).get(commit, "")
@@ -299,7 +304,7 @@ def vllm() -> str:
         served = [vllm_traffic(row) for row in rows if "traffic_requests" in row]
         if served:
             parts.append(filled(served))
-    return "\n\n".join(parts) or NOT_MEASURED
+    return parts
 
 
 def field(row: Row, key: str, kind: str = "") -> str:

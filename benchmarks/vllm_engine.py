@@ -766,7 +766,8 @@ def compare_kernels(engines: dict[str, Engine], requests: int, heading: str, fil
     row = {}
     for name in ("ours", "stock"):
         found = engines[name].ask("kernels", requests)
-        row[f"gpu_us_{name}"] = round(sum(us for _, us in found), 1)
+        if found:  # a profiler that several engines ask for at a time may see nothing
+            row[f"gpu_us_{name}"] = round(sum(us for _, us in found), 1)
         lines = [f"{us:9.1f} {kernel[:100]}" for kernel, us in found[:40]]
         with file.open("a") as log:
             log.write("\n".join([f"--- {heading}, {name}", *lines, ""]))

@@ -6,6 +6,7 @@ import gc
 import math
 import random
 import secrets
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 
@@ -137,6 +138,18 @@ def rng(rng_seed: int) -> np.random.Generator:
 def kind(request: pytest.FixtureRequest) -> kinds.NumPy:
     """One kind of array after the other."""
     return kinds.make(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_a_gpu() -> Iterator[None]:
+    """Of a GPU that several processes of tests share, none keeps what a module's tests have allocated."""
+    yield
+    if why_no_gpu() is None:
+        forget_calls()
+        gc.collect()
+        sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
 
 
 @pytest.fixture

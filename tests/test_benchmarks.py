@@ -534,6 +534,109 @@ def test_a_peer_in_a_process(indexer):
     assert process.ask(case, time.monotonic() + 9) == {}
 
 
+@pytest.mark.parametrize("kind", ["random", "ascending", "local", "all"])
+def test_causal_lists(harness, module, monkeypatch, kind):
+    """Each token lists as many different rows as there are, up to topk, none behind its own; also where scores are
+    drawn in parts."""
+    inputs = module("inputs")
+    monkeypatch.setattr(inputs, "SCORES", 1 << 14)
+    topk = 200 if kind == "all" else 32
+    lists = inputs.causal_lists(kind, 200, topk, "cpu").numpy()
+    assert lists.shape == (200, topk)
+    found = [row[row >= 0] for row in lists]
+    for token, row in enumerate(found):
+        assert len(set(row)) == len(row) == min(token + 1, topk)
+        assert (lists[token, len(row) :] == -1).all()
+        assert row.max() <= token
+        assert kind != "local" or row.min() > token - 2 * topk
+    ordered = [bool((np.diff(row) > 0).all()) for row in found[1:]]
+    assert all(ordered) == (kind in ("ascending", "all"))
+    shared = len({*found[130]} & {*found[134]})
+    assert (shared >= 20) == (kind in ("local", "all"))
+
+
+class TrainingPeer:
+    """A peer whose gradients are ours times a factor; it fails for two heads."""
+
+    version = "1"
+
+    def __init__(self, name: str, backward: Any, factor: float = 1.0) -> None:
+        self.name, self._backward, self._factor = name, backward, factor
+
+    def serves(self, heads: int) -> bool:
+        return self.name != "cudnn" or heads == 4
+
+    def backward(self, a: Any) -> Any:
+        if a.q.shape[1] == 2:
+            raise RuntimeError("two heads")
+        return lambda: tuple(x * self._factor for x in self._backward(a))
+
+
+@pytest.fixture
+def training(harness, module, monkeypatch, tmp_path):
+    """The program at small sizes on the CPU; the time of a call is its place."""
+    program, torch = module("training"), sys.modules["torch"]
+    monkeypatch.setattr(program, "normal", lambda *shape: torch.randn(*shape, dtype=torch.bfloat16))
+    monkeypatch.setattr(program, "causal_lists", partial(module("inputs").causal_lists, device="cpu"))
+    for name, value in (("TOPK", 16), ("SIZES", (40,)), ("SHORTER", (40,)), ("MANY", (4,)), ("FEW", (2, 3))):
+        monkeypatch.setattr(program, name, value)
+    monkeypatch.setattr(program, "load_kernels", lambda *a, **kw: None)
+    monkeypatch.setattr(program, "peak_bytes", lambda call: 5_000_000)
+    monkeypatch.setattr(program, "times_in_turn", lambda calls, repeats: [1e3 * (i + 1) for i in range(len(calls))])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
+    for name in ("empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(harness, "environment", lambda: {"gpu": "NVIDIA H100 80GB HBM3", "commit": "0123456789"})
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(program.backward_peers, "unpacked", lambda: tmp_path)
+    monkeypatch.setattr(sys, "argv", ["training.py"])
+    return program
+
+
+def test_rows_of_training(training, module, monkeypatch, tmp_path):
+    """The faster peer counts; one that fails is noted. Each row is in a group that it is judged with, and in docs."""
+    peers = [TrainingPeer(name, training.backward) for name in ("tilelang", "cudnn")]
+    monkeypatch.setattr(training.backward_peers, "peers", lambda folder: peers)
+    training.main()
+    record = json.loads((tmp_path / "training.json").read_text())
+    rows = {row["case"]: row for row in record["rows"]}
+    assert len(rows) == len(record["rows"]) == 7
+    assert "two heads" in record["tilelang fails"]
+    first = rows["backward h 4 s 40 topk 16 random"]
+    times = {name: first[f"{name}_us"] / 1e3 for name in ("ours", "tilelang", "cudnn", "portable", "peer")}
+    assert times == {"ours": 1.0, "tilelang": 2.0, "cudnn": 3.0, "portable": 4.0, "peer": 2.0}
+    assert (first["ratio"], first["dq"], first["dkv"], first["peak_gb"]) == (2.0, 0.0, 0.0, 0.005)
+    assert first["tflops"] == pytest.approx(2 * 40 * 4 * 16 * (3 * 576 + 2 * 512) / 1e9, abs=0.05)
+    assert first["same_bits"] == "ours, tilelang, cudnn, portable"
+    assert "cudnn_us" not in rows["backward h 3 s 40 topk 16 local"]
+    loss = rows["loss H 64 h 4 s 40 topk 16"]
+    assert (loss["target_us"], loss["loss_us"], loss["peer_us"], loss["ratio"]) == (1e3, 2e3, 3e3, 1.0)
+    assert "warm-up H 64 h 4 s 40" in rows
+    report, cases = module("report"), module("cases")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    text = report.performance()
+    assert "| backward h 4 s 40 topk 16 random | H100 | 0123456 | 1.00 | 4.00 | 3.00 | 2.00 |" in text
+    for name in rows:
+        assert any(group.holds(name, cases.numbers(name)) for group in cases.TRAINING)
+        assert f"| {name} | H100 |" in text
+
+
+def test_training_of_another_result_is_wrong(training, monkeypatch):
+    peers = [TrainingPeer("tilelang", training.backward, 1.1)]
+    monkeypatch.setattr(training.backward_peers, "peers", lambda folder: peers)
+    with pytest.raises(SystemExit, match="h 3 s 40 topk 16 random: ours and tilelang differ by"):
+        training.main()
+
+
+def test_training_without_packs(training, monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setattr(training.backward_peers, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(sys, "argv", ["training.py"])
+    with pytest.raises(SystemExit) as end:
+        training.main()
+    assert end.value.code == training.NO_PEER
+
+
 def write_record(folder, name, gpu, *rows):
     folder.mkdir(exist_ok=True)
     record = {"gpu": gpu, "driver": "1", "commit": "0123456789", "rows": rows}
@@ -590,7 +693,8 @@ def test_absolute_figures(module, monkeypatch, tmp_path):
 
 def test_the_readme_shows_eight_groups_of_the_first_gpu(module, monkeypatch, tmp_path):
     report = module("report")
-    assert len(re.findall(r"^\| [a-z].* \| \w+ \| [0-9a-f]{7} \|", report.readme(), re.M)) == 8
+    first, _, _ = report.readme().partition(report.ROW_FORMATS)
+    assert len(re.findall(r"^\| [a-z].* \| \w+ \| [0-9a-f]{7} \|", first, re.M)) == 8
     assert report.readme().count(".png") == 1
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     row = {"case": "select_decode 3 x 9", "ratio": 2.0}

@@ -118,7 +118,8 @@ runpy.run_path(sys.argv[1], None, "__main__")
     ("program", "module", "extra"),
     [("01_quickstart", "cupy_mla", "."), ("02_transformers_deepseek_v32", "torch", ".[examples]"),
      ("03_serve_batch", "rich", ".[examples]"), ("04_deepseek_v4", "torch", ".[examples]"),
-     ("05_full_pipeline", "cupy_mla", "."), ("06_two_gpus", "torch", ".[examples]")],
+     ("05_full_pipeline", "cupy_mla", "."), ("06_two_gpus", "torch", ".[examples]"),
+     ("08_transformers_training", "torch", ".[examples]")],
 )  # fmt: skip
 def test_examples_say_what_to_install(program: str, module: str, extra: str) -> None:
     """No traceback where what they need is missing."""
@@ -137,6 +138,45 @@ def test_training() -> None:
     assert re.search(r"cosine with those of torch's attention 0\.9999?\d+ or more", printed)
     assert "training again gives the same losses\n" in printed
     assert re.search(r"the 3 rows it scores highest have \d+% of the attention, \d+% before\n$", printed)
+
+
+TRANSFORMERS_TRAINING = ROOT / "examples" / "08_transformers_training.py"
+
+
+@pytest.mark.long
+@needs_transformers
+def test_transformers_training() -> None:
+    """Gradients of three models, and losses that go down, of ours as of eager attention."""
+    printed = python(str(TRANSFORMERS_TRAINING))
+    assert len(re.findall(r"^(?:DeepSeek-V3\.2|GLM-5|DeepSeek-V4): gradients differ by 0\.\d+% of", printed, re.M)) == 3
+    curves = re.findall(r"^ +(sparse|eager|indexers): loss (.*?)(?:   [\d.]+ s)?$", printed, re.M)
+    assert [kind for kind, _ in curves] == ["sparse", "eager", "indexers"] * 3
+    for ours, eager, _ in zip(*[iter(curves)] * 3, strict=True):
+        losses = [[float(loss) for loss in curve.split()] for _, curve in (ours, eager)]
+        assert len(losses[0]) == 5
+        assert all(abs(a - b) < 0.1 for a, b in zip(*losses, strict=True))
+
+
+@pytest.mark.long
+@needs_transformers
+@pytest.mark.parametrize(
+    ("what", "instead", "said"),
+    [
+        ("loss = model(tokens,", "loss = model(tokens.roll(1, 1),", "gradients are not those of eager attention"),
+        ("INDEXER_LOSS = 21, 2e-3,", "INDEXER_LOSS = 2, 2e-3,", "the loss has not gone down"),
+    ],
+    ids=["gradients", "loss"],
+)
+def test_transformers_training_fails_where_something_is_wrong(
+    tmp_path: Path, what: str, instead: str, said: str
+) -> None:
+    program = TRANSFORMERS_TRAINING.read_text()
+    for name, kept in (("STEPS // 4", "1"), (what, instead)):
+        assert program.count(name) == 1
+        program = program.replace(name, kept)
+    (tmp_path / "spoilt.py").write_text(program)
+    with pytest.raises(AssertionError, match=said):
+        python(str(tmp_path / "spoilt.py"))
 
 
 @pytest.mark.long

@@ -37,7 +37,7 @@ SINKS = Struct(
 
 RANGE_ROWS = 8  # whose gradients a CTA adds up
 WIDTHS = (576, 512)
-HEADS_SM90, LEAST_HEADS_SM90 = 64, 33  # of a CTA of `backward_sm90`; of a call that it is for
+HEADS_SM90, LEAST_HEADS_SM90 = 64, 17  # of a CTA of `backward_sm90`; of a call that it is for
 
 
 class Shape(NamedTuple):
@@ -71,7 +71,7 @@ class Chosen(NamedTuple):
 
 
 def chosen(gpu: Gpu, a: PrefillBackward) -> Chosen:
-    """The kernel for a call: on Hopper, of more than 32 heads and rows that it can read, that for Hopper, unless a
+    """The kernel for a call: on Hopper, of more than 16 heads and rows that it can read, that for Hopper, unless a
     portable one is asked for (`CUPY_MLA_KERNELS`)."""
     _, h_q, d_qk = a.q.shape
     asked, _ = choose.asked()

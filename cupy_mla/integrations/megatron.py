@@ -17,11 +17,10 @@ import torch
 from ..checks.options import require_choice
 from ..layouts import D_V, INDEXER_FP8
 from ..ops.attention import HEAD_DIMS, sparse_prefill
-from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from ..ops.logits import quantize_indexer_q
 from ..ops.topk import select_rows
 from .contract import Needs, missing, sources
-from .training import sparse_indexer_loss, warmup_loss
+from .training import quantized_keys, sparse_indexer_loss, warmup_loss
 
 __all__ = [
     "install",
@@ -46,7 +45,6 @@ LAYOUT = {
     "block_size", "config", "cp_size", "local_packed_cp_query_len", "local_packed_cp_query_start",
     "local_packed_cp_rank", "packed_seq_params", "single_packed_thd_sequence", "varlen_is_plain_causal",
 }  # fmt: skip
-BLOCK_SIZE = 64  # tokens of a block of the cache through which keys are quantized
 MOST_HEADS, MOST_INDEXER_HEADS, MOST_CHOSEN = 128, 64, 4096
 
 
@@ -318,15 +316,7 @@ def _choose(
 ) -> torch.Tensor:
     """[sq, b, topk] int32 rows of a token's batch element, ascending, -1 behind the last."""
     first, end = _ranges(starts, ends, k)
-    keys = _by_element(k)
-    blocks = -(-len(keys) // BLOCK_SIZE)
-    cache = keys.new_empty((blocks, BLOCK_SIZE, INDEXER_FP8.token_bytes), dtype=torch.uint8)
-    indexer_k_quant_and_cache(keys, cache, torch.arange(len(keys), device=k.device))
-    k8 = torch.empty_like(keys, dtype=torch.uint8)
-    scales = torch.empty(len(keys), dtype=torch.float32, device=k.device)
-    table = torch.arange(blocks, dtype=torch.int32, device=k.device)[None]
-    bounds = torch.arange(0, len(keys) + 1, len(keys), dtype=torch.int32, device=k.device)
-    cp_gather_indexer_k_quant_cache(cache, k8, scales, table, bounds)
+    k8, scales = quantized_keys(_by_element(k))
     q8, w = quantize_indexer_q(q.flatten(0, 1), weights.flatten(0, 1).float())
     rows = select_rows(q8, k8, scales, w, first, end, min(topk, len(k)))
     rows = rows.view(*q.shape[:2], -1)

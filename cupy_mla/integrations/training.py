@@ -13,9 +13,12 @@ import torch
 
 import cupy_mla
 
+from ..layouts import INDEXER_FP8
+
 __all__ = ["attach_loss", "sparse_indexer_loss", "warmup_loss"]
 
 TARGET_BYTES = 256 << 20  # of the target of a part of the tokens
+BLOCK_SIZE = 64  # tokens of a block of the cache through which keys are quantized
 
 
 def sparse_indexer_loss(
@@ -156,3 +159,17 @@ class _Attached(torch.autograd.Function):
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (d_loss,) = ctx.saved_tensors
         return d_out, d_loss, None
+
+
+@torch.no_grad()
+def quantized_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [N, 128] bfloat16 as a server has them in its cache: e4m3 bytes [N, 128] uint8 and scales [N] float32."""
+    blocks = -(-len(keys) // BLOCK_SIZE)
+    cache = keys.new_empty((blocks, BLOCK_SIZE, INDEXER_FP8.token_bytes), dtype=torch.uint8)
+    cupy_mla.indexer_k_quant_and_cache(keys, cache, torch.arange(len(keys), device=keys.device))
+    k8 = torch.empty_like(keys, dtype=torch.uint8)
+    scales = torch.empty(len(keys), dtype=torch.float32, device=keys.device)
+    table = torch.arange(blocks, dtype=torch.int32, device=keys.device)[None]
+    bounds = torch.arange(0, len(keys) + 1, len(keys), dtype=torch.int32, device=keys.device)
+    cupy_mla.cp_gather_indexer_k_quant_cache(cache, k8, scales, table, bounds)
+    return k8, scales

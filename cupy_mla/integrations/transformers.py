@@ -4,20 +4,24 @@
     with sparse_attention(model):
         model(input_ids, past_key_values=cache, use_cache=True)       # prefill, and then token after token
 
+    with sparse_attention(model, indexer_loss=1.0):                   # training: no cache
+        model(input_ids, labels=input_ids, use_cache=False).loss.backward()
+
 For `DeepseekV32ForCausalLM` and `GlmMoeDsaForCausalLM` (GLM-5); for `DeepseekV4ForCausalLM` with a `PagedV4Cache`.
 
 transformers' own attention expands every cached row into a key and a value a head and masks what the indexer did not
 choose; its indexer scores all keys in float32. Here the weights are absorbed, the cache holds one latent row a token in
 blocks, and only the chosen rows are read. The indexer's keys are e4m3 in blocks of their own (layout INDEXER_FP8), and
 what they choose are positions in the request. Layers of GLM-5 that the config calls "shared" take the rows of the layer
-before them. Projections, norms and RoPE stay the model's own.
+before them. Without a cache, as in training, rows are those of the pass, in bfloat16, and all of it differentiates
+(`transformers_training`). Projections, norms and RoPE stay the model's own.
 
 Written against transformers 5.17 and 5.18.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -31,12 +35,13 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 from .. import arrays, layouts
 from ..bridges import Place
 from ..flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-from ..layouts import INDEXER_FP8, Layout
+from ..layouts import D_V, INDEXER_FP8, Layout
 from ..ops.absorb import absorb_q, split_kv_b_proj, v_up_proj
 from ..ops.cache import concat_and_cache_mla, empty_cache
 from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from ..ops.indices import convert_req_index_to_global_index
 from ..ops.topk import select_rows, select_rows_paged
+from .transformers_training import IndexerLoss, UncachedRows, require_cache
 from .transformers_v4 import PagedV4Cache, PagedV4Layer, attend_v4, choose_v4, quantized_queries
 
 if TYPE_CHECKING:
@@ -45,7 +50,15 @@ if TYPE_CHECKING:
 else:
     from transformers.cache_utils import Cache, DynamicIndexedLayer
 
-__all__ = ["PagedLatentCache", "PagedLatentLayer", "PagedTokens", "PagedV4Cache", "PagedV4Layer", "sparse_attention"]
+__all__ = [
+    "PagedLatentCache",
+    "PagedLatentLayer",
+    "PagedTokens",
+    "PagedV4Cache",
+    "PagedV4Layer",
+    "recorded_rows",
+    "sparse_attention",
+]
 
 
 @dataclass(frozen=True)
@@ -245,50 +258,119 @@ class PagedLatentCache(Cache):
 
 
 @contextmanager
-def sparse_attention(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def sparse_attention(
+    model: torch.nn.Module, *, indexer_loss: float | torch.Tensor | None = None
+) -> Iterator[torch.nn.Module]:
     """While the context lasts, every attention layer of a model and its indexer run on this package.
 
-    For inference only, with weights in bfloat16 and `past_key_values` at every call: a `PagedLatentCache` for
-    `DeepseekV32ForCausalLM` and `GlmMoeDsaForCausalLM`, a `PagedV4Cache` for `DeepseekV4ForCausalLM`.
+    With a cache, for inference: weights in bfloat16, no gradients, and `past_key_values` at every call, a
+    `PagedLatentCache` for `DeepseekV32ForCausalLM` and `GlmMoeDsaForCausalLM`, a `PagedV4Cache` for
+    `DeepseekV4ForCausalLM`. Without one (`use_cache=False`), for training and to evaluate: everything differentiates;
+    weights may be float32, attention itself is of bfloat16.
 
     Tokens see all tokens of their request up to themselves; padding is left out, of which a `PagedV4Cache` allows none.
-    Other masks are an error under `cupy_mla.set_checks`.
+    Without a cache V4's padding may stand behind the tokens, and sequences of the other models may be packed into a
+    request: `position_ids` that start over. Other masks are an error under `cupy_mla.set_checks`.
+
+    A call of the model without a cache takes `chosen_rows`, what indexers are to choose, by layer: as `recorded_rows`
+    has it of a pass with a cache.
+
+    Args:
+        model: or a part of it.
+        indexer_loss: coefficient of the loss from which each indexer learns (`cupy_mla.indexer_loss`), the mean over
+            the tokens of a pass without a cache. Its gradients come with those of whatever is differentiated, and go
+            to the indexer alone; `model.indexer_losses` has the last pass's losses by layer. Default: indexers do not
+            learn.
 
     Raises:
-        ValueError: the model is none of these.
+        ValueError: the model is none of these. In a call: dropout of attention weights in training; a cache of another
+            kind; `chosen_rows` with a cache, or of other tokens.
+        TypeError: in a call: a projection whose weight is absorbed is no `torch.nn.Linear`.
+        RuntimeError: in a call: gradients are wanted of a pass with a cache.
+
+    Example:
+        >>> with sparse_attention(model, indexer_loss=1.0):  # a step of training
+        ...     model(tokens, labels=tokens, use_cache=False).loss.backward()
+        >>> sum(model.indexer_losses.values())
     """
     replaced: list[tuple[Any, Callable[..., Any]]] = [
         (m, forward) for m in model.modules() for kind, forward in FORWARDS.items() if isinstance(m, kind)
     ]
     if not replaced:
-        names = ", ".join(c.__name__ for c in FORWARDS if c.__name__.endswith("Attention"))
+        names = ", ".join(kind.__name__ for kind in ATTENTIONS)
         raise ValueError(f"model: expected one with layers of {names}, got {type(model).__name__}")
+    learning = None if indexer_loss is None else IndexerLoss(indexer_loss)
+    if learning is not None:
+        model.indexer_losses = learning.losses
     for module, forward in replaced:
         module.forward = MethodType(forward, module)
+        module.indexer_loss = learning
     try:
         yield model
     finally:
         for module, _ in replaced:
-            del module.forward
+            del module.forward, module.indexer_loss
+
+
+@contextmanager
+def recorded_rows(model: torch.nn.Module) -> Iterator[dict[int, torch.Tensor]]:
+    """What the indexers of a model choose while the context lasts, to be replayed: `chosen_rows` of a pass without a
+    cache over the same tokens.
+
+    Yields:
+        by layer [R, n, k] int32, of all n tokens of the passes; filled when the context ends. Of V3.2 and GLM-5 places
+        of tokens in their request, padding not counted; of V4 places of compressed rows. -1: none.
+        Activation checkpointing runs layers once more in the backward, which must come after the context.
+
+    Example:
+        >>> with sparse_attention(model), recorded_rows(model) as rows, torch.no_grad():
+        ...     text = model.generate(prompt, past_key_values=cache)
+        >>> with sparse_attention(model):
+        ...     logits = model(text[:, :-1], chosen_rows=rows, use_cache=False).logits
+    """
+    passes: dict[int, list[torch.Tensor]] = {}
+    rows: dict[int, torch.Tensor] = {}
+
+    def kept(attention: Any) -> Any:
+        """A hook of the layer's indexer, which keeps what it returns."""
+        of_layer = passes.setdefault(attention.layer_idx, [])
+        indexer = getattr(getattr(attention, "compressor", attention), "indexer", None)
+        return indexer and indexer.register_forward_hook(lambda _m, _a, chosen: of_layer.append(chosen))
+
+    hooks = [kept(module) for module in model.modules() if isinstance(module, ATTENTIONS)]
+    try:
+        yield rows
+    finally:
+        for hook in filter(None, hooks):
+            hook.remove()
+    for layer, parts in passes.items():
+        if parts:
+            k = max(part.shape[-1] for part in parts)
+            padded = [torch.nn.functional.pad(part, (0, k - part.shape[-1]), value=-1) for part in parts]
+            rows[layer] = torch.cat(padded, 1).int()
 
 
 def _attend(
     self: Any,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    attention_mask: torch.Tensor,
-    past_key_values: PagedLatentCache,
+    attention_mask: torch.Tensor | None,
+    past_key_values: PagedLatentCache | None = None,
     position_ids: torch.Tensor | None = None,
     prev_topk_indices: torch.Tensor | None = None,
+    chosen_rows: Mapping[int, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of hidden_states [R, n, hidden], and the rows [R, n, k] that it chose or was given."""
-    cache: PagedLatentLayer = past_key_values.layers[self.layer_idx]
     requests, new, _ = hidden_states.shape
-    if self.layer_idx == 0:
-        cache.tokens.advance(attention_mask, new)
-        past_key_values.schedule = get_mla_metadata()[0]
-    step = cache.tokens.current
+    if past_key_values is None:
+        rows: Any = UncachedRows(self, hidden_states, attention_mask, position_ids, chosen_rows)
+    else:
+        require_cache(self, past_key_values, PagedLatentCache, hidden_states, chosen_rows)
+        rows = past_key_values.layers[self.layer_idx]
+        if self.layer_idx == 0:
+            rows.tokens.advance(attention_mask, new)
+            past_key_values.schedule = get_mla_metadata()[0]
 
     # The model's projections, norms and RoPE.
     q_latent = self.q_a_layernorm(self.q_a_proj(hidden_states))
@@ -298,29 +380,46 @@ def _attend(
     cos, sin = position_embeddings
     q_pe, k_pe = deepseek.apply_rotary_pos_emb_interleave(q_pe, k_pe.unsqueeze(2), cos, sin, unsqueeze_dim=2)
 
-    # Its new tokens go into the paged cache; its indexer, or that of a layer before, chooses rows for each of them.
-    cache.update(self.kv_a_layernorm(kv_c), k_pe.squeeze(2))
+    # Its new tokens are rows now; its indexer, or that of a layer before, chooses rows for each of them.
+    rows.update(self.kv_a_layernorm(kv_c), k_pe.squeeze(2))
     topk = prev_topk_indices
     if self.indexer is not None:
-        topk = self.indexer(hidden_states, q_latent, position_embeddings, attention_mask, position_ids, past_key_values)
+        known = hidden_states.detach(), q_latent.detach()  # no more can be learned from the indexer's loss
+        topk = self.indexer(*known, position_embeddings, attention_mask, position_ids, rows)
     if topk is None:
         raise ValueError("prev_topk_indices: a layer without an indexer needs the rows of a layer before it")
-    seen = topk.where(topk < step.seen[..., None], -1).int().flatten(0, 1)
-    slots = convert_req_index_to_global_index(step.request, cache.tokens.block_table, seen, cache.tokens.block_size)
 
     # Sparse attention over latent rows, the key and value expansions moved to the query and the output.
-    w_uk, w_uv = split_kv_b_proj(self.kv_b_proj.weight.T, self.num_heads, self.qk_nope_head_dim)
+    if not isinstance(self.kv_b_proj, torch.nn.Linear):
+        raise TypeError(
+            f"kv_b_proj: expected torch.nn.Linear, whose weight is absorbed, got {type(self.kv_b_proj).__name__}"
+        )
+    w_kv = self.kv_b_proj.weight.T.to(q.dtype)
+    w_uk, w_uv = split_kv_b_proj(w_kv, self.num_heads, self.qk_nope_head_dim)
     q = torch.cat([absorb_q(q_nope.flatten(0, 1), w_uk), q_pe.flatten(0, 1)], -1)
-    indices = slots.unsqueeze(1)
-    if new > 1 and cache.kv_cache.dtype == torch.bfloat16:
-        out, _, _ = flash_mla_sparse_fwd(q, cache.kv_cache.flatten(0, 1), indices, self.scaling)
+    if past_key_values is None:
+        out = rows.attend(q, topk, self.scaling)
     else:
-        out, _ = flash_mla_with_kvcache(
-            q.unsqueeze(1), cache.kv_cache, None, None, self.kv_lora_rank, past_key_values.schedule,
-            softmax_scale=self.scaling, is_fp8_kvcache=cache.kv_cache.dtype == torch.uint8, indices=indices,
-        )  # fmt: skip
-    heads = v_up_proj(out.view(requests * new, self.num_heads, self.kv_lora_rank), w_uv)
+        out = _attend_cached(rows, past_key_values.schedule, q, topk, self.scaling)
+    heads = v_up_proj(out.view(requests * new, self.num_heads, self.kv_lora_rank).to(w_uv.dtype), w_uv)
     return self.o_proj(heads.reshape(requests, new, -1)), topk
+
+
+def _attend_cached(
+    cache: PagedLatentLayer, schedule: FlashMLASchedMeta, q: torch.Tensor, topk: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of queries q [R * n, h, 576] over rows topk [R, n, k] of each token."""
+    step, table = cache.tokens.current, cache.tokens.block_table
+    seen = topk.where(topk < step.seen[..., None], -1).int().flatten(0, 1)
+    slots = convert_req_index_to_global_index(step.request, table, seen, cache.tokens.block_size)
+    indices = slots.unsqueeze(1)
+    if topk.shape[1] > 1 and cache.kv_cache.dtype == torch.bfloat16:
+        return flash_mla_sparse_fwd(q, cache.kv_cache.flatten(0, 1), indices, scale)[0]
+    out, _ = flash_mla_with_kvcache(
+        q.unsqueeze(1), cache.kv_cache, None, None, D_V, schedule,
+        softmax_scale=scale, is_fp8_kvcache=cache.kv_cache.dtype == torch.uint8, indices=indices,
+    )  # fmt: skip
+    return out
 
 
 def _attend_v32(self: Any, *arguments: Any, **named: Any) -> tuple[torch.Tensor, None]:
@@ -339,25 +438,24 @@ def _choose(
     hidden_states: torch.Tensor,
     q_resid: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    attention_mask: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
-    past_key_values: PagedLatentCache | None = None,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    rows: PagedLatentLayer | UncachedRows,
     *,
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
     """What the model's indexer computes, with e4m3 keys and queries: see `PagedLatentLayer.choose`."""
-    if past_key_values is None:
-        raise ValueError("past_key_values: expected a PagedLatentCache")
-    cache, (cos, sin) = past_key_values.layers[self.layer_idx], position_embeddings
+    cos, sin = position_embeddings
     q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
     k = self.k_norm(self.wk(hidden_states)).unsqueeze(2)
     rope = self.qk_rope_head_dim
     q_pe, k_pe = rotate(q[..., :rope], k[..., :rope], cos, sin, unsqueeze_dim=2)
-    cache.update_indexer(torch.cat([k_pe, k[..., rope:]], -1).squeeze(2))
-    weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float()
-    q = torch.cat([q_pe, q[..., rope:]], -1).to(torch.bfloat16)
-    q8, w = quantized_queries(q.flatten(0, 1), weights.flatten(0, 1))
-    return cache.choose(q8, w, self.index_topk)
+    rows.update_indexer(torch.cat([k_pe, k[..., rope:]], -1).squeeze(2))
+    weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float().flatten(0, 1)
+    q = torch.cat([q_pe, q[..., rope:]], -1).to(torch.bfloat16).flatten(0, 1)
+    if isinstance(rows, UncachedRows):
+        rows.scores = q, rows.keys.flatten(0, 1), weights * (self.n_heads * self.head_dim) ** -0.5
+    return rows.choose(*quantized_queries(q.detach(), weights.detach()), self.index_topk)
 
 
 def _choose_v32(self: Any, *arguments: Any, **named: Any) -> torch.Tensor:
@@ -377,3 +475,4 @@ FORWARDS: dict[type, Callable[..., Any]] = {
     deepseek_v4.DeepseekV4Attention: attend_v4,
     deepseek_v4.DeepseekV4Indexer: choose_v4,
 }
+ATTENTIONS = tuple(kind for kind in FORWARDS if kind.__name__.endswith("Attention"))

@@ -2,13 +2,15 @@
 
 Each layer caches the rows of its sliding window; layers that compress cache, beside them, one row for 4 or 128 tokens,
 and those that compress 4:1 (C4A) a key of their indexer for each of these rows. What is not a whole group of tokens yet
-waits in a `_Pooler`. Projections, norms, RoPE and the weights of the compressors stay the model's own.
+waits in a `_Pooler`. Projections, norms, RoPE and the weights of the compressors stay the model's own. Without a cache,
+as in training, rows are those of the pass, in bfloat16, and all of it differentiates.
 
 Written against transformers 5.17 and 5.18.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +28,19 @@ from ..metadata.batch import BatchMetadata
 from ..metadata.indexer import IndexerMetadata, IndexerMetadataBuilder
 from ..metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from ..metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
+from ..ops.attention import sparse_prefill
 from ..ops.cache import empty_cache, quantize_and_insert_k_cache
 from ..ops.logits import quantize_indexer_q
+from ..ops.swa import combine_topk_swa_indices
+from .transformers_training import (
+    IndexerLoss,
+    Scores,
+    given_rows,
+    is_token,
+    require_cache,
+    require_trainable,
+    select,
+)
 
 if TYPE_CHECKING:
     from .untyped import Untyped as Cache
@@ -237,50 +250,170 @@ def quantized_queries(q: torch.Tensor, weights: torch.Tensor, **rope: Any) -> tu
     return quantize_indexer_q(q, weights, **rope)
 
 
+class UncachedV4Rows:
+    """Rows of one forward pass of a layer, in the place of a `PagedV4Layer`: of each token, and compressed ones.
+
+    Attributes:
+        tokens: [R, n] bool, False for padding, which may stand behind the tokens.
+        scores: what the layer's indexer scores with; None without one.
+    """
+
+    def __init__(
+        self,
+        attention: Any,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        chosen_rows: Mapping[int, torch.Tensor] | None,
+    ) -> None:
+        require_trainable(attention)
+        requests, new, _ = hidden_states.shape
+        self.layer: int = attention.layer_idx
+        self.learning: IndexerLoss | None = attention.indexer_loss
+        self.scores: Scores | None = None
+        self.tokens: torch.Tensor = is_token(mask, hidden_states)
+        self.ratio: int = 0 if attention.compressor is None else attention.compressor.compress_rate
+        self._given = given_rows(attention, chosen_rows, (requests, new))
+        if arrays.CHECK_VALUES:
+            if not (position_ids == torch.arange(new, device=position_ids.device)).all():
+                raise ValueError("position_ids: expected those of tokens without padding before them")
+            if not self.tokens[:, 0].all() or (self.tokens.int().diff(dim=-1) > 0).any():
+                raise ValueError("attention_mask: expected one without padding before tokens")
+
+    def seen(self) -> torch.Tensor:
+        """[R, n] int32 compressed rows that each token sees; 0 for padding."""
+        place = torch.arange(1, self.tokens.shape[1] + 1, dtype=torch.int32, device=self.tokens.device)
+        return (place // self.ratio).where(self.tokens, 0)
+
+    def choose(self, q8: torch.Tensor, w: torch.Tensor, keys: torch.Tensor, topk: int) -> torch.Tensor:
+        """See `choose_v4`; keys [R, N, 128] bfloat16."""
+        if self._given is not None:
+            return self._given
+        requests, new = self.tokens.shape
+        starts = keys.shape[1] * torch.arange(requests, dtype=torch.int32, device=keys.device).repeat_interleave(new)
+        k = min(topk, keys.shape[1])
+        return select(q8, w, keys, starts, self.seen().flatten(), k).view(requests, new, k)
+
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, compressed: torch.Tensor, chosen: torch.Tensor, attention: Any
+    ) -> torch.Tensor:
+        """Attention of each token over its window and the compressed rows that were chosen for it.
+
+        Args:
+            q: [R, n, h, 512].
+            kv: [R, n, 512] rows of tokens.
+            compressed: [R, N, 512].
+            chosen: [R, n, k] int32 compressed rows of each token, -1: none.
+            attention: the layer.
+
+        Returns:
+            [R, n, h, 512] bfloat16.
+        """
+        requests, new = self.tokens.shape
+        count, scale = compressed.shape[1], attention.scaling
+        flat_q, rows = q.flatten(0, 1).to(torch.bfloat16), torch.cat([compressed, kv], 1).to(torch.bfloat16)
+        lengths = torch.full((requests,), new, dtype=torch.int32, device=q.device)
+        first = new * torch.arange(requests + 1, dtype=torch.int32, device=q.device)
+        lists, ends = combine_topk_swa_indices(
+            chosen.flatten(0, 1), first, lengths, lengths,
+            attention.sliding_window, self.ratio if chosen.shape[-1] else 0, chosen.shape[-1], count + new, count,
+        )  # fmt: skip
+        ends = ends.where(self.tokens.flatten(), 0)
+        out, _, lse = sparse_prefill(
+            flat_q, rows.flatten(0, 1)[:, None], lists[:, None], scale, attn_sink=attention.sinks.float(),
+            topk_length=ends,
+        )  # fmt: skip
+        if self.learning is not None and self.scores is not None:
+            there = (chosen >= 0) & (chosen < self.seen()[..., None])
+            first = count * torch.arange(requests, dtype=torch.int32, device=q.device)[:, None, None]
+            lists = (chosen + first).where(there, -1).flatten(0, 1)[:, None]
+            of_chosen = rows[:, :count].flatten(0, 1)[:, None]
+            out = self.learning.attach(self.layer, out, self.scores, flat_q, of_chosen, lists, lse, scale)
+        return out.view_as(q)
+
+
 def attend_v4(
     self: Any,
     hidden_states: torch.Tensor,
     position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
     position_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    past_key_values: Any,
+    past_key_values: Any = None,
+    chosen_rows: Mapping[int, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What `DeepseekV4Attention.forward` computes, on hidden_states [R, n, hidden] and a `PagedV4Cache`."""
-    layer: PagedV4Layer = past_key_values.layers[self.layer_idx]
+    """What `DeepseekV4Attention.forward` computes, on hidden_states [R, n, hidden] and a `PagedV4Cache`, or none."""
     requests, new, _ = hidden_states.shape
-    if self.layer_idx == 0:
-        past_key_values.advance(new, position_ids)
-    ratio, swa = layer.ratio, past_key_values.swa
-    if swa is None:
-        raise RuntimeError("no forward pass has reached the first layer yet")
+    if past_key_values is None:
+        uncached = UncachedV4Rows(self, hidden_states, attention_mask, position_ids, chosen_rows)
+    else:
+        require_cache(self, past_key_values, PagedV4Cache, hidden_states, chosen_rows)
+        if self.layer_idx == 0:
+            past_key_values.advance(new, position_ids)
     cos, sin = position_embeddings[self.rope_layer_type]
 
     q_latent = self.q_a_norm(self.q_a_proj(hidden_states))
     q = self.q_b_norm(self.q_b_proj(q_latent).view(requests, new, self.num_heads, self.head_dim))
     q = apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2)
     kv = self.kv_norm(self.kv_proj(hidden_states)).unsqueeze(2)
-    kv = apply_rotary_pos_emb(kv, cos, sin, unsqueeze_dim=2)
-    quantize_and_insert_k_cache(kv.flatten(0, 2), layer.swa_k_cache, swa.slot_mapping)
+    kv = apply_rotary_pos_emb(kv, cos, sin, unsqueeze_dim=2).squeeze(2)
 
-    metadata = chosen = None
-    if layer.k_cache is not None:
-        metadata = past_key_values.compressed[ratio]
-        rows = layer.poolers["compressor"].pool(self.compressor, hidden_states, overlap=ratio == C4A)
-        if rows is not None:
-            of_tokens = past_key_values.per_token(rows, ratio, new).to(torch.bfloat16)
-            quantize_and_insert_k_cache(of_tokens, layer.k_cache, metadata.slot_mapping)
-    if ratio == C4A:
-        topk = self.compressor.indexer(hidden_states, q_latent, position_ids, past_key_values, self.layer_idx)
-        missing = past_key_values.configs[C4A].topk - topk.shape[-1]
-        chosen = torch.nn.functional.pad(topk.int().flatten(0, 1), (0, missing), value=-1)
-    state = DeepseekV4Layer(layer.swa_k_cache, self.sinks.float(), layer.k_cache, chosen)
-    out = past_key_values.impls[ratio].forward(
-        q.flatten(0, 1), state, swa, metadata, torch.empty_like(q.flatten(0, 1))
-    )  # fmt: skip
-    out = apply_rotary_pos_emb(out.view_as(q), cos, -sin, unsqueeze_dim=2)
+    if past_key_values is None:
+        compressed, chosen = _compress(self, uncached, hidden_states, q_latent, position_ids)
+        out = uncached.attend(q, kv, compressed, chosen, self).to(q.dtype)
+    else:
+        out = _attend_cached(self, past_key_values, hidden_states, q_latent, q, kv, position_ids)
+    out = apply_rotary_pos_emb(out, cos, -sin, unsqueeze_dim=2)
     groups = self.o_a_proj(out.reshape(requests, new, self.config.o_groups, -1)).flatten(2)
     return self.o_b_proj(groups), None
+
+
+def _compress(
+    self: Any, rows: UncachedV4Rows, hidden_states: torch.Tensor, q_latent: torch.Tensor, position_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compressed rows [R, N, 512] of a pass without a cache, and those [R, n, k] int32 that each token attends."""
+    requests, new, _ = hidden_states.shape
+    if rows.ratio == 0 or new < rows.ratio:
+        none = torch.empty(requests, new, 0, dtype=torch.int32, device=hidden_states.device)
+        return hidden_states.new_empty(requests, 0, self.head_dim), none
+    indexer = getattr(self.compressor, "indexer", None)
+    compressed: Any = _Pooler().pool(self.compressor, hidden_states, overlap=indexer is not None)
+    if indexer is None:
+        every = torch.arange(compressed.shape[1], dtype=torch.int32, device=compressed.device)
+        return compressed, every.expand(requests, new, -1)
+    known = hidden_states.detach(), q_latent.detach()  # no more can be learned from the indexer's loss
+    return compressed, indexer(*known, position_ids, rows, self.layer_idx).int()
+
+
+def _attend_cached(
+    self: Any,
+    cache: PagedV4Cache,
+    hidden_states: torch.Tensor,
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    position_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Attention [R, n, h, 512] of queries q, over a cache that gets the rows kv [R, n, 512] and what they complete."""
+    layer: PagedV4Layer = cache.layers[self.layer_idx]
+    new, ratio, swa = kv.shape[1], layer.ratio, cache.swa
+    if swa is None:
+        raise RuntimeError("no forward pass has reached the first layer yet")
+    quantize_and_insert_k_cache(kv.flatten(0, 1), layer.swa_k_cache, swa.slot_mapping)
+    metadata = chosen = None
+    if layer.k_cache is not None:
+        metadata = cache.compressed[ratio]
+        rows = layer.poolers["compressor"].pool(self.compressor, hidden_states, overlap=ratio == C4A)
+        if rows is not None:
+            of_tokens = cache.per_token(rows, ratio, new).to(torch.bfloat16)
+            quantize_and_insert_k_cache(of_tokens, layer.k_cache, metadata.slot_mapping)
+    if ratio == C4A:
+        topk = self.compressor.indexer(hidden_states, q_latent, position_ids, cache, self.layer_idx)
+        missing = cache.configs[C4A].topk - topk.shape[-1]
+        chosen = torch.nn.functional.pad(topk.int().flatten(0, 1), (0, missing), value=-1)
+    state = DeepseekV4Layer(layer.swa_k_cache, self.sinks.float(), layer.k_cache, chosen)
+    out = cache.impls[ratio].forward(q.flatten(0, 1), state, swa, metadata, torch.empty_like(q.flatten(0, 1)))
+    return out.view_as(q)
 
 
 def choose_v4(
@@ -291,24 +424,32 @@ def choose_v4(
     past_key_values: Any,
     layer_idx: int,
 ) -> torch.Tensor:
-    """What `DeepseekV4Indexer.forward` computes, with e4m3 keys and queries.
+    """What `DeepseekV4Indexer.forward` computes, with e4m3 keys and queries, on a `PagedV4Cache` or `UncachedV4Rows`.
 
     Returns:
-        [R, n, topk] int32 compressed positions, ascending, -1 behind the last.
+        [R, n, k] int32 compressed positions, ascending, -1 behind the last; k is topk, or the compressed rows without
+        a cache where these are fewer.
     """
-    layer: PagedV4Layer = past_key_values.layers[layer_idx]
     requests, new, _ = hidden_states.shape
+    cos, sin = self.rotary_emb(hidden_states, position_ids=position_ids, layer_type=self.rope_layer_type)
+    angles = torch.cat([cos, sin], -1).expand(requests, -1, -1).flatten(0, 1)
+    q = self.q_b_proj(q_residual).view(requests * new, self.num_heads, self.head_dim)
+    weights = self.scorer.weights_proj(hidden_states).flatten(0, 1)
+    q8, w = quantized_queries(
+        q.detach().to(torch.bfloat16), weights.detach(), positions=torch.arange(len(q), device=q.device),
+        cos_sin_cache=angles, rope_first=False, interleaved=True,
+    )  # fmt: skip
+    if isinstance(past_key_values, UncachedV4Rows):
+        q = apply_rotary_pos_emb(q.unflatten(0, (requests, new)), cos, sin, unsqueeze_dim=2).flatten(0, 1)
+        of_pass: Any = _Pooler().pool(self, hidden_states, overlap=True)
+        k, factor = of_pass.to(torch.bfloat16), (self.num_heads * self.head_dim) ** -0.5
+        past_key_values.scores = q.to(torch.bfloat16), k.flatten(0, 1), weights.float() * factor
+        return past_key_values.choose(q8, w, k.detach(), self.index_topk)
+    layer: PagedV4Layer = past_key_values.layers[layer_idx]
     if past_key_values.indexer is None or layer.indexer_cache is None:
         raise ValueError(f"layer_idx: layer {layer_idx} has no indexer")
     rows = layer.poolers["indexer"].pool(self, hidden_states, overlap=True)
     keys = None if rows is None else past_key_values.per_token(rows, C4A, new).to(torch.bfloat16)
-    cos, sin = self.rotary_emb(hidden_states, position_ids=position_ids, layer_type=self.rope_layer_type)
-    angles = torch.cat([cos, sin], -1).expand(requests, -1, -1).flatten(0, 1)
-    q = self.q_b_proj(q_residual).view(requests * new, self.num_heads, self.head_dim)
-    q8, w = quantized_queries(
-        q, self.scorer.weights_proj(hidden_states).flatten(0, 1), positions=torch.arange(len(q), device=q.device),
-        cos_sin_cache=angles, rope_first=False, interleaved=True,
-    )  # fmt: skip
     chosen = torch.empty(len(q), self.index_topk, dtype=torch.int32, device=q.device)
     past_key_values.indexer.forward(keys, q8, w, layer.indexer_cache, past_key_values.index, chosen)
     return chosen.view(requests, new, -1)

@@ -578,6 +578,29 @@ SOURCES_33 = {
                 self.use_pcp, self.dcp_world_size, self.use_fp4_cache = use_pcp, dcp_world_size, use_fp4_cache
                 self.candidate_blocks = candidate_blocks
         """,
+    "v1/attention/backends/registry": """
+        from enum import Enum
+        from types import SimpleNamespace
+
+        class AttentionBackendEnum(Enum):
+            FLASHMLA_SPARSE = "stock"
+            FLASH_ATTN_MLA_SPARSE = "FA3"
+            CUSTOM = None
+
+            @classmethod
+            def register(cls, name, value):
+                if name in cls._member_map_:
+                    raise ValueError(f"Backend {name} already exists")
+                cls._member_map_[name] = SimpleNamespace(name=name)
+                return cls._member_map_[name]
+
+        registered = {}
+
+        def register_backend(backend, class_path=None):
+            if isinstance(backend, str):
+                backend = AttentionBackendEnum.register(backend, class_path)
+            registered[backend.name] = class_path
+        """,
     "models/deepseek_v32/__init__": "",
     "models/deepseek_v32/attention": """
         from types import SimpleNamespace

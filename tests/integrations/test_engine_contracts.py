@@ -1,8 +1,8 @@
 """The plug-in's adapters against the engines' wheels: what they need stands in the Python files, which are read, and
 vLLM's own classes take our attention and indexer over several steps (`wheel_vllm`).
 
-Wheels are large: tests with the mark `contracts` are skipped unless CUPY_MLA_ENGINE_WHEELS names a folder, into which
-wheels that it lacks are downloaded.
+Tests with the mark `contracts` take the Python files of wheels from the folder that CUPY_MLA_ENGINE_WHEELS names, into
+which `python -m tests.integrations.wheels FOLDER` fetches them. They are skipped where these are not there.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import ast
 import importlib
 import inspect
 import logging
-import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -25,53 +23,26 @@ pytest.importorskip("torch", reason="torch is not installed")
 from cupy_mla.integrations import megatron, sglang
 from cupy_mla.integrations import vllm as plugin
 from cupy_mla.integrations.contract import definitions, missing
+from tests.integrations import wheels
+from tests.integrations.wheels import NEWEST, OLDER, NotFetchedError, python_files
 
-PLATFORMS = {
-    "vllm": ["manylinux_2_28_x86_64"], "sglang": ["manylinux_2_34_x86_64"],
-    "megatron_core": ["manylinux_2_28_x86_64", "--python-version", "3.12"],
-}  # fmt: skip
-FOLDER = os.environ.get("CUPY_MLA_ENGINE_WHEELS")
-
-
-def wheel(package: str, version: str) -> Path:
-    """The package's wheel; the test is skipped where none is asked for, or pip cannot fetch it."""
-    if not FOLDER:
-        pytest.skip(f"CUPY_MLA_ENGINE_WHEELS names no folder for the wheel of {package} {version}")
-    pattern = f"{package}-{version}-*.whl"
-    if not list(Path(FOLDER).glob(pattern)):
-        download = ["pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--platform", *PLATFORMS[package]]
-        fetched = subprocess.run(
-            [sys.executable, "-m", *download, "-d", FOLDER, f"{package}=={version}"], capture_output=True, text=True
-        )
-        if fetched.returncode:
-            pytest.skip(f"pip cannot fetch {package} {version}: {fetched.stderr.strip().splitlines()[-1]}")
-    (found,) = Path(FOLDER).glob(pattern)
-    return found
+VLLM = [NEWEST["vllm"], *(version for package, version in OLDER if package == "vllm")]
+ADAPTERS = {"0.22.1": "sparse_mla", "0.23.0": "sparse_mla", "0.33.0": "sparse_mla_common"}
 
 
-def sources(package: str, version: str, folder: str = "") -> zipfile.Path:
-    """The package's folder in its wheel, which has its name unless `folder` says otherwise."""
-    return zipfile.Path(wheel(package, version), f"{folder or package}/")
-
-
-def unpacked(package: str, version: str) -> Path:
-    """A folder with the Python files of the package, beside its wheel."""
-    path = wheel(package, version)
-    folder = path.parent / f"{package}-{version}-python"
-    if not folder.exists():
-        with zipfile.ZipFile(path) as archive, TemporaryDirectory(dir=path.parent) as whole:
-            archive.extractall(whole, [name for name in archive.namelist() if name.endswith((".py", "METADATA"))])
-            Path(whole).rename(folder)
-            Path(whole).mkdir()  # which is removed
-    return folder
+def unpacked(package: str, version: str | None = None) -> Path:
+    """A folder with the package's Python files, the newest's unless a version is named. The test is skipped where they
+    are not there."""
+    try:
+        return python_files(package, version or NEWEST[package])
+    except NotFetchedError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.contracts
-@pytest.mark.parametrize(
-    ("version", "adapter"), [("0.22.1", "sparse_mla"), ("0.23.0", "sparse_mla"), ("0.33.0", "sparse_mla_common")]
-)
-def test_vllm(caplog, version: str, adapter: str) -> None:
-    package = sources("vllm", version)
+@pytest.mark.parametrize("version", VLLM)
+def test_vllm(caplog, version: str) -> None:
+    package, adapter = unpacked("vllm", version) / "vllm", ADAPTERS[version]
     assert missing(package, plugin.ADAPTERS[adapter]) == []
     assert plugin.adapter(package) == adapter
     assert plugin.has_dense_mla(package)
@@ -79,10 +50,10 @@ def test_vllm(caplog, version: str, adapter: str) -> None:
 
 
 @pytest.mark.contracts
-@pytest.mark.parametrize("version", ["0.22.1", "0.23.0", "0.33.0"])
+@pytest.mark.parametrize("version", VLLM)
 def test_deepseek_v4_in_vllm(caplog, vllm, version: str) -> None:
     """Each call that V4's layers make of a function that is replaced fits our function's parameters."""
-    package = sources("vllm", version)
+    package = unpacked("vllm", version) / "vllm"
     assert plugin.has_deepseek_v4(package)
     assert caplog.records == []
     ours = importlib.import_module(f"{plugin.__name__}.deepseek_v4").OURS
@@ -97,27 +68,28 @@ def test_deepseek_v4_in_vllm(caplog, vllm, version: str) -> None:
 
 
 @pytest.mark.contracts
-@pytest.mark.parametrize("version", ["0.22.1", "0.23.0", "0.33.0"])
+@pytest.mark.parametrize("version", VLLM)
 def test_steps_by_the_classes_of_the_wheel(rng_seed, version: str) -> None:
     """vLLM's builders and impl bases around our attention and indexer, on the CPU, in a process of their own."""
     pytest.importorskip("transformers", reason="transformers is not installed, which vLLM imports")
     command = [sys.executable, "-m", "tests.integrations.wheel_vllm", unpacked("vllm", version), version, str(rng_seed)]
     result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("steps of two layers") == 3
+    assert result.stdout.count("steps of two layers and their indexer") == 3
     assert result.stdout.count("two ranks that share rows") == (2 if version == "0.33.0" else 0)
+    assert result.stdout.count("registered by") == (2 if version == "0.33.0" else 0)
 
 
 @pytest.mark.contracts
 def test_sglang() -> None:
-    assert missing(sources("sglang", "0.5.23"), sglang.NEEDS) == []
+    assert missing(unpacked("sglang") / "sglang", sglang.NEEDS) == []
 
 
 @pytest.mark.contracts
 @pytest.mark.parametrize("backend", megatron.BACKENDS)
 def test_megatron(backend: str) -> None:
     """It has what `install` needs, and each call that it makes of a hook fits our function's named parameters."""
-    package = sources("megatron_core", "0.19.2", "megatron/core")
+    package = unpacked("megatron_core") / "megatron" / "core"
     assert missing(package, megatron.needs(backend)) == []
     kernels = package.joinpath(*f"{megatron.KERNELS.replace('.', '/')}.py".split("/"))
     hooks = {
@@ -132,6 +104,36 @@ def test_megatron(backend: str) -> None:
             keywords = dict.fromkeys(keyword.arg for keyword in call.keywords)
             bound = inspect.signature(getattr(megatron, name)).bind(*call.args, **keywords)
             assert bound.arguments.get("others", {}).keys() <= megatron.LAYOUT
+
+
+def test_the_python_files_of_a_wheel(tmp_path: Path) -> None:
+    """And its name and version; nothing else takes room."""
+    with zipfile.ZipFile(tmp_path / "a-1.whl", "w") as archive:
+        for name in ("a/b.py", "a/c.so", "a-1.dist-info/METADATA", "a-1.dist-info/RECORD"):
+            archive.writestr(name, name)
+    wheels.unpack(tmp_path / "a-1.whl", tmp_path / "a-1-python")
+    files = [path for path in (tmp_path / "a-1-python").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(tmp_path / "a-1-python")) for path in files} == {"a/b.py", "a-1.dist-info/METADATA"}
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("pip", "why"),
+    [
+        ("import time; time.sleep(60)", "not fetched within 1 s"),
+        ("exit('no such wheel')", "pip cannot fetch it: no such wheel"),
+    ],
+)
+def test_what_pip_cannot_fetch_is_said(tmp_path: Path, monkeypatch, pip: str, why: str) -> None:
+    """And the time that it may take ends; tests that need it are skipped."""
+    (tmp_path / "pip.py").write_text(pip)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv(wheels.VARIABLE, str(tmp_path))
+    with pytest.raises(NotFetchedError, match=why):
+        wheels.fetch(tmp_path, "vllm", "0.33.0", seconds=1)
+    with pytest.raises(NotFetchedError, match=r"^vllm 0\.33\.0 is not in"):
+        python_files("vllm", "0.33.0")
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
 def test_what_a_module_defines() -> None:

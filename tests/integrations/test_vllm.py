@@ -66,11 +66,18 @@ def test_registers(vllm, monkeypatch, mode: str | None, place: str, path: str) -
     assert "vllm.v1.attention.backends.mla.flashmla_sparse" not in sys.modules
 
 
-def test_registers_in_a_later_vllm(vllm_33, monkeypatch, caplog) -> None:
-    monkeypatch.delenv("CUPY_MLA_VLLM", raising=False)
+@pytest.mark.parametrize(
+    ("mode", "places", "path"),
+    [("custom", ["CUSTOM", "CUPY_MLA"], "custom.sparse_mla_common"),
+     ("override", ["FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"], "sparse_mla_common.CupyMLASparseBackend")],
+)  # fmt: skip
+def test_registers_in_a_later_vllm(vllm_33, monkeypatch, caplog, mode: str, places: list[str], path: str) -> None:
+    """By a name of its own, too; on Hopper vLLM itself would choose FA3 for bf16 caches."""
+    monkeypatch.setenv("CUPY_MLA_VLLM", mode)
+    plugin.register()
     plugin.register()
     registered = loaded("vllm.v1.attention.backends.registry").registered
-    assert registered == {"CUSTOM": "cupy_mla.integrations.vllm.custom.sparse_mla_common"}
+    assert registered == {place: f"cupy_mla.integrations.vllm.{path}" for place in places}
     assert caplog.records == []
 
 

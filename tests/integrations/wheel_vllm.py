@@ -8,6 +8,7 @@ that are not installed are empty, Triton kernels are NumPy, one process is every
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -217,6 +218,21 @@ def choose(indexer: Any, q8: torch.Tensor, weights: torch.Tensor, lists: torch.T
     )  # fmt: skip
 
 
+def names() -> None:
+    """What vLLM's own registry has under the names that each mode registers, twice."""
+    from cupy_mla.integrations import vllm as plugin
+
+    for mode, known in (("custom", ("CUSTOM", "CUPY_MLA")), ("override", ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"))):
+        os.environ["CUPY_MLA_VLLM"] = mode
+        engine(8, "auto").model_config.hf_text_config.index_topk = K
+        plugin.register()
+        plugin.register()
+        registry = importlib.import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum
+        found = {registry[name].get_class().__name__ for name in known}
+        assert found == {"CupyMLASparseBackend"}, found
+        print(f"registered by CUPY_MLA_VLLM={mode}")
+
+
 def of_0_33(rng: np.random.Generator) -> None:
     ours = importlib.import_module("cupy_mla.integrations.vllm.sparse_mla_common")
     stock = importlib.import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
@@ -237,6 +253,7 @@ def of_0_33(rng: np.random.Generator) -> None:
     graphs = importlib.import_module("vllm.config").CUDAGraphMode
     spec = SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype_str=None)
     backend = ours.CupyMLASparseBackend
+    names()
     for heads in (8, 16, 32, 64, 128):
         config = engine(heads, "auto")
         built = [

@@ -3,10 +3,10 @@
 vLLM calls `register` in each of its processes: setup.cfg names it in the entry-point group `vllm.general_plugins`.
 `CUPY_MLA_VLLM` says what it does:
 
-- unset or `custom`: the backend is there as CUSTOM, and nothing changes until `--attention-backend CUSTOM` asks for it;
-  in models without an indexer that is the dense backend (`custom.py`);
-- `override`: it takes FLASHMLA_SPARSE's place, which vLLM chooses by itself for sparse MLA models, and DeepSeek-V4,
-  whose attention cannot be selected, runs on our operations, too;
+- unset or `custom`: the backend is there as CUSTOM, in 0.33 as CUPY_MLA, too, and nothing changes until
+  `--attention-backend CUSTOM` asks for it; in models without an indexer that is the dense backend (`custom.py`);
+- `override`: it takes the place of what vLLM chooses by itself for sparse MLA models, which is FLASHMLA_SPARSE and, in
+  0.33 on Hopper, FLASH_ATTN_MLA_SPARSE; and DeepSeek-V4, whose attention cannot be selected, runs on our operations;
 - `off`: nothing.
 
 A vLLM that lacks something an adapter needs is left alone, with one warning that names what is missing. To find that
@@ -23,7 +23,13 @@ from ...checks.options import require_choice
 from ..contract import Needs, meets, missing, sources
 
 MODES = ("custom", "override", "off")
-PLACES = {"custom": "CUSTOM", "override": "FLASHMLA_SPARSE"}
+# The names that a mode gives the backend, by adapter. vLLM 0.33 makes one of a name that it does not have.
+PLACES: dict[str, dict[str, tuple[str, ...]]] = {
+    "sparse_mla": {"custom": ("CUSTOM",), "override": ("FLASHMLA_SPARSE",)},
+    "sparse_mla_common": {
+        "custom": ("CUSTOM", "CUPY_MLA"), "override": ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"),
+    },
+}  # fmt: skip
 
 REGISTRY: Needs = {
     "v1.attention.backends.registry": (
@@ -151,7 +157,11 @@ FLASHMLA_SPARSE: Needs = {
 
 # What `sparse_mla_common` and `indexer_common` build on, as vLLM 0.33 has it.
 SPARSE_MLA_COMMON: Needs = {
-    **REGISTRY,
+    "v1.attention.backends.registry": (
+        *REGISTRY["v1.attention.backends.registry"],
+        "AttentionBackendEnum.FLASH_ATTN_MLA_SPARSE",
+        "AttentionBackendEnum.register(cls, name, value)",
+    ),
     "v1.attention.backends.mla.flashmla_sparse": (
         "FlashMLASparseBackend.supported_kv_cache_dtypes",
         "FlashMLASparseBackend.customize_spec(cls, spec)",
@@ -347,7 +357,8 @@ def _register_backend(chosen: str, mode: str, folder: Path) -> None:
     path = f"{__name__}.{chosen}.CupyMLASparseBackend"
     if mode == "custom" and has_dense_mla(folder):
         path = f"{__name__}.custom.{chosen}"
-    register_backend(AttentionBackendEnum[PLACES[mode]], path)
+    for place in PLACES[chosen][mode]:
+        register_backend(AttentionBackendEnum.__members__.get(place, place), path)
     if chosen == "sparse_mla" and not _has_deep_gemm():
         from .indexer import replace_stock
 

@@ -1,0 +1,217 @@
+"""Models of transformers without a cache, as they are trained: what differentiates within `sparse_attention`.
+
+Rows are bfloat16 and those of one forward pass; they lie one request after the other. Indexers choose as in a server,
+by FP8 scores, and learn from a loss of their own (`cupy_mla.indexer_loss`), or not at all. Nothing is kept from one
+layer or pass to the next, so that activation checkpointing may run a layer again at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import arrays
+from ..ops.attention import sparse_prefill
+from ..ops.topk import select_rows
+from .training import attach_loss, quantized_keys, sparse_indexer_loss
+
+__all__ = [
+    "IndexerLoss",
+    "Scores",
+    "UncachedRows",
+    "given_rows",
+    "is_token",
+    "require_cache",
+    "require_trainable",
+    "select",
+]
+
+Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q_index, k_index and w of `cupy_mla.indexer_loss`
+
+
+@dataclass(frozen=True)
+class IndexerLoss:
+    """What the indexers of a model learn from.
+
+    Attributes:
+        coefficient: of the losses of all layers, in whatever is differentiated.
+        losses: of the last forward pass, by layer, without the coefficient; [] float32 each, detached.
+    """
+
+    coefficient: float | torch.Tensor
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def attach(self, layer: int, out: torch.Tensor, scores: Scores, *attention: Any, **settings: Any) -> torch.Tensor:
+        """The attention's result `out`, which brings the loss of its layer with it: see `sparse_indexer_loss`."""
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in scores)
+        loss = sparse_indexer_loss(*scores, *attention, gradients=learns, **settings)
+        self.losses[layer] = loss.detach()
+        return attach_loss(out, loss, self.coefficient) if learns else out
+
+
+def require_cache(
+    attention: Any, cache: Any, kind: type, hidden_states: torch.Tensor, chosen_rows: Mapping[int, torch.Tensor] | None
+) -> None:
+    """Check that a layer's pass with a cache is one that can be served.
+
+    Raises:
+        ValueError: the cache is of another kind, or rows are to be replayed.
+        RuntimeError: gradients are wanted, of the layer's input or its weights.
+    """
+    if not isinstance(cache, kind):
+        raise ValueError(
+            f"past_key_values: expected a {kind.__name__}, got {type(cache).__name__}; a pass without a cache, as in "
+            "training, takes use_cache=False"
+        )
+    if chosen_rows is not None:
+        raise ValueError("chosen_rows: only a pass without a cache takes them")
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_states, *attention.parameters()))
+    if wanted:
+        raise RuntimeError(
+            "past_key_values: no gradient goes through a cache: train with use_cache=False, or call under "
+            "torch.no_grad()"
+        )
+
+
+def require_trainable(attention: Any) -> None:
+    """Check that a layer computes without a cache what its own attention would.
+
+    Raises:
+        ValueError: it is in training and has dropout of attention weights.
+    """
+    if attention.training and attention.attention_dropout:
+        raise ValueError(
+            f"attention_dropout: expected 0 in training, got {attention.attention_dropout}: weights are not in memory"
+        )
+
+
+def given_rows(attention: Any, chosen_rows: Mapping[int, torch.Tensor] | None, tokens: tuple[int, int]) -> Any:
+    """Of `chosen_rows`, what the layer's indexer is to choose [R, n, k]; None where it chooses by itself.
+
+    Raises:
+        ValueError: they are not of these [R, n] tokens.
+    """
+    rows = None if chosen_rows is None else chosen_rows.get(attention.layer_idx)
+    if rows is not None and (rows.ndim != 3 or rows.shape[:2] != tokens):
+        raise ValueError(
+            f"chosen_rows: expected [{tokens[0]}, {tokens[1]}, k] of layer {attention.layer_idx}, got "
+            f"{list(rows.shape)}"
+        )
+    return rows
+
+
+def is_token(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """[R, n] bool, False for padding: of a mask [R or 1, 1, n, n], bool or 0 and less, tokens that see themselves.
+
+    Args:
+        mask: None: there is no padding.
+        like: [R, n, hidden].
+
+    Raises:
+        ValueError: the mask has another shape, as that of a pass with a cache.
+    """
+    requests, new, _ = like.shape
+    if mask is None:
+        return torch.ones(requests, new, dtype=torch.bool, device=like.device)
+    if mask.ndim != 4 or mask.shape[-2:] != (new, new):
+        raise ValueError(f"attention_mask: expected [R, 1, {new}, {new}] or none, got {list(mask.shape)}")
+    seen = mask[:, 0].diagonal(dim1=-2, dim2=-1)
+    return (seen if mask.dtype == torch.bool else seen == 0).expand(requests, -1)
+
+
+def select(
+    q8: torch.Tensor, w: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, seen: torch.Tensor, k: int
+) -> torch.Tensor:
+    """The rows that an indexer chooses for each token, as a server does it.
+
+    Args:
+        q8: [T, H, 128] float8_e4m3fn. w: [T, H] float32. Both from `quantize_indexer_q`.
+        keys: [R, N, 128] bfloat16, detached.
+        starts: [T] int32 first key of R * N that a token scores. seen: [T] int32 how many.
+        k: rows chosen for each, up to N.
+
+    Returns:
+        [T, k] int32 places behind the first key, ascending, -1 behind the last.
+    """
+    if keys.shape[1] <= k:
+        every = torch.arange(k, dtype=torch.int32, device=q8.device)
+        return every.where(every < seen[:, None], -1)
+    k8, scales = quantized_keys(keys.flatten(0, 1).contiguous())
+    return select_rows(q8, k8, scales, w, starts, starts + seen, k)
+
+
+class UncachedRows:
+    """Latent rows of one forward pass of a layer, in the place of a `PagedLatentLayer`.
+
+    Several sequences may be packed into a request, where its mask keeps them apart, or, without a mask, its positions.
+
+    Attributes:
+        first: [R, n] int32 the first token that each sees, counted from the request's.
+        seen: [R, n] int32 tokens that each sees from there on, itself included; 0 for padding.
+        scores: what the layer's indexer scores with; None without one.
+    """
+
+    def __init__(
+        self,
+        attention: Any,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        chosen_rows: Mapping[int, torch.Tensor] | None,
+    ) -> None:
+        require_trainable(attention)
+        requests, new, _ = hidden_states.shape
+        self.layer: int = attention.layer_idx
+        self.learning: IndexerLoss | None = attention.indexer_loss
+        self.scores: Scores | None = None
+        self._given = given_rows(attention, chosen_rows, (requests, new))
+        tokens, place = is_token(mask, hidden_states), torch.arange(new, device=hidden_states.device)
+        if mask is None:
+            if position_ids is None:
+                raise ValueError("position_ids: expected them where there is no attention_mask")
+            seen = (position_ids + 1).expand(requests, -1)
+        else:
+            allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+            seen = allowed.sum(-1).expand(requests, -1)
+            if arrays.CHECK_VALUES:
+                before = place[:, None] - place  # places from a token back to another
+                in_range = (before >= 0) & (before < seen[..., None])
+                if not torch.equal(allowed & tokens[..., None], in_range & tokens[..., None]):
+                    raise ValueError("attention_mask: expected a causal one, in which each token sees a range")
+        self.seen: torch.Tensor = seen.where(tokens, 0).int()
+        self.first: torch.Tensor = (place + 1 - self.seen).int()
+
+    def update(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> None:
+        """Take the pass's latent rows kv_c [R, n, 512] and their RoPE parts k_pe [R, n, 64]."""
+        self.rows: torch.Tensor = torch.cat([kv_c, k_pe], -1).to(torch.bfloat16)
+
+    def update_indexer(self, keys: torch.Tensor) -> None:
+        """Take the pass's keys of the indexer [R, n, 128]."""
+        self.keys: torch.Tensor = keys.to(torch.bfloat16)
+
+    def choose(self, q8: torch.Tensor, w: torch.Tensor, topk: int) -> torch.Tensor:
+        """See `PagedLatentLayer.choose`; here places are counted from the first token that a token sees."""
+        if self._given is not None:
+            return self._given
+        k = min(topk, self.seen.shape[1])
+        rows = select(q8, w, self.keys.detach(), self._starts(), self.seen.flatten(), k)
+        return rows.view(*self.seen.shape, k)
+
+    def attend(self, q: torch.Tensor, topk: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention [R * n, h, 512] of queries q [R * n, h, 576] over rows topk [R, n, k] of each token."""
+        there = (topk >= 0) & (topk < self.seen[..., None])
+        lists = (topk.int().flatten(0, 1) + self._starts()[:, None]).where(there.flatten(0, 1), -1)[:, None]
+        attention = (q.to(torch.bfloat16), self.rows.flatten(0, 1)[:, None], lists)
+        out, _, lse = sparse_prefill(*attention, scale)
+        if self.learning is not None and self.scores is not None:
+            out = self.learning.attach(self.layer, out, self.scores, *attention, lse, scale)
+        return out
+
+    def _starts(self) -> torch.Tensor:
+        """[R * n] int32 row of the first token that each sees."""
+        requests, new = self.seen.shape
+        of_request = new * torch.arange(requests, dtype=torch.int32, device=self.seen.device)
+        return (self.first + of_request[:, None]).flatten()

@@ -1,0 +1,141 @@
+"""Fine-tune transformers' DeepSeek-V3.2, GLM-5 and DeepSeek-V4 through sparse attention, beside their eager attention.
+
+Small models of each kind with random weights learn four lines by heart, byte by byte. Attention, its backward and the
+indexers' loss are this package's; the indexers learn where the attention looks while the model learns. The same models
+with transformers' own attention, in float32, train beside them, from the same weights, on the same tokens and over the
+same rows, for their own indexers do not learn.
+
+Shown are both losses, the indexers' loss, and how far the first step's gradients are from those of eager attention.
+
+Needs torch and transformers; runs on the GPU where there is one.
+
+    python examples/08_transformers_training.py
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable
+
+try:
+    import torch
+    from torch import Tensor, nn
+    from transformers import AutoModelForCausalLM, DeepseekV4Config, DeepseekV32Config, GlmMoeDsaConfig
+
+    import cupy_mla
+    from cupy_mla.integrations.transformers import recorded_rows, sparse_attention
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
+
+DEVICE = "cuda" if torch.cuda.is_available() and cupy_mla.cuda_available() else "cpu"
+LINES = """
+Each token looks at a few rows of many,
+an indexer says which of them they are.
+What it should say, it learns by looking
+at where the heads of a token looked at."""
+LENGTH, TOPK = 36, 8
+STEPS, RATE, INDEXER_LOSS = 21, 2e-3, 1.0
+FAR, LEFT = 0.02, 0.25  # ||ours - eager|| / ||eager|| of all gradients at most; of the first loss what is left at most
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "index_topk": TOPK,
+    "initializer_range": 0.05,
+}  # fmt: skip
+CONFIGS = {
+    "DeepSeek-V3.2": DeepseekV32Config(**SIZES, num_hidden_layers=2, index_n_heads=8, first_k_dense_replace=2),
+    "GLM-5": GlmMoeDsaConfig(
+        **SIZES, num_hidden_layers=2, index_n_heads=8, first_k_dense_replace=2, indexer_types=["full", "shared"]
+    ),
+    "DeepSeek-V4": DeepseekV4Config(
+        vocab_size=128, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, head_dim=512,
+        layer_types=["compressed_sparse_attention", "sliding_attention"], q_lora_rank=64, o_groups=2, o_lora_rank=64,
+        sliding_window=8, index_n_heads=8, index_head_dim=128, index_topk=TOPK // 4, hc_mult=2,
+        mlp_layer_types=["moe"] * 2, moe_intermediate_size=64, n_routed_experts=2, num_experts_per_tok=2,
+        initializer_range=0.05,
+    ),
+}  # fmt: skip
+
+
+class Replay:
+    """Lets the indexers of a model with eager attention choose what is in `rows`, by layer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.rows: dict[int, Tensor] = {}
+        for number, layer in enumerate(model.model.layers):
+            attention = layer.self_attn
+            indexer = getattr(getattr(attention, "compressor", attention), "indexer", None)
+            if indexer is not None:
+                indexer.register_forward_hook(self.hook(number))
+
+    def hook(self, layer: int) -> Callable[..., Tensor]:
+        def chosen(_module: nn.Module, arguments: tuple, own: Tensor) -> Tensor:
+            rows = self.rows[layer]
+            if (own < 0).any():  # V4: -1 is no row there, too
+                return rows.to(own.dtype)
+            last = rows.new_full((), LENGTH - 1)  # the last row is one that the mask forbids
+            return rows.where(rows >= 0, last).to(own.dtype)
+
+        return chosen
+
+
+def tokens_of_lines() -> Tensor:
+    """[lines, LENGTH] their first bytes."""
+    return torch.tensor([list(line.encode()[:LENGTH]) for line in LINES.strip().splitlines()], device=DEVICE)
+
+
+def gradients(model: nn.Module) -> Tensor:
+    """Of all parameters but the indexers', one after the other."""
+    return torch.cat([p.grad.flatten() for n, p in model.named_parameters() if "indexer" not in n])
+
+
+def train(name: str) -> str | None:
+    """Train a model and its twin; returns what is wrong."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="eager")
+    model = model.to(DEVICE).train()
+    eager = copy.deepcopy(model)
+    replay, tokens = Replay(eager), tokens_of_lines()
+    optimizers = [torch.optim.AdamW(m.parameters(), RATE, weight_decay=0.0) for m in (model, eager)]
+    curves: dict[str, list[float]] = {"sparse": [], "eager": [], "indexers": []}
+    took, far = {"sparse": 0.0, "eager": 0.0}, None
+    for _ in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        start = time.perf_counter()
+        with sparse_attention(model, indexer_loss=INDEXER_LOSS), recorded_rows(model) as replay.rows:
+            loss = model(tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+        middle = time.perf_counter()
+        eager_loss = eager(tokens, labels=tokens, use_cache=False).loss
+        eager_loss.backward()
+        took["sparse"] += middle - start
+        took["eager"] += time.perf_counter() - middle
+        if far is None:
+            far = float((gradients(model) - gradients(eager)).norm() / gradients(eager).norm())
+        for optimizer in optimizers:
+            optimizer.step()
+        curves["sparse"].append(loss.item())
+        curves["eager"].append(eager_loss.item())
+        curves["indexers"].append(float(sum(model.indexer_losses.values())))
+    print(f"{name}: gradients differ by {far:.2%} of their norm (at most {FAR:.0%})")
+    for kind, curve in curves.items():
+        shown = "  ".join(f"{loss:.3f}" for loss in curve[:: STEPS // 4])
+        print(f"  {kind:>8}: loss {shown}" + (f"   {took[kind]:.1f} s" if kind in took else ""))
+    if far > FAR:
+        return f"{name}: gradients are not those of eager attention"
+    if any(curves[kind][-1] > LEFT * curves[kind][0] for kind in ("sparse", "eager")):
+        return f"{name}: the loss has not gone down"
+    return None
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # products are small
+    wrong = [said for said in map(train, CONFIGS) if said]
+    sys.exit("\n".join(wrong) or None)
+
+
+if __name__ == "__main__":
+    main()
