@@ -25,6 +25,7 @@ MORE = {
     "integrations.vllm.deepseek_v4.flash_mla_with_kvcache": "vLLM's signature",
     "integrations.vllm.deepseek_v4.combine_topk_swa_indices": "vLLM's signature",
     "integrations.vllm.indexer.sparse_attn_indexer": "vLLM's signature",
+    "integrations.vllm.indexer_common.sparse_attn_indexer": "vLLM's signature",
     "integrations.vllm.indexer._fake": "the parameters of the custom op of vLLM that it stands for",
     "integrations.vllm.sparse_mla_common.CupyMLASparseBackend.supports_combination": "vLLM's signature",
 }
