@@ -241,10 +241,12 @@ DENSE_SPLITS = {"dense_cluster_sm90": (None, 3), "dense_whole_sm90": (None, 1)}
 DENSE_DIVISIONS = {
     "dense_fp8_sm90": tuple(f"{kind}(heads={n})" for kind in ("whole", "clusters", "shares") for n in (32, 64))
 }
+DENSE_SHARES = {"dense_sm90": None, "dense_fp8_sm90": "shares"}  # the division to be forced, of kernels that have plans
 
 
 def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel: str, e4m3_q: bool = False) -> None:
-    """Requests of all lengths, one beyond the table, and blocks that the cache has not: whole, in splits and shares."""
+    """Requests of all lengths, one beyond the table, and blocks that the cache has not: whole, in splits and shares,
+    and in shares of one plan for three calls."""
     scales = {}
     if layout.scale_of_call:
         cache = rng.standard_normal((9, 61, layout.d_qk)).astype(E4M3).view(np.uint8)
@@ -273,6 +275,19 @@ def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel:
                     gpu_q[:, :tokens], gpu_cache, gpu_table, gpu_lens, scale, **scales, **sees
                 )
             compare_attention(f"dense {layout.name} h {h} {kernel} {tokens} tokens {division}", result, expected)
+    if kernel not in DENSE_SHARES:
+        return
+    schedule, _ = cupy_mla.get_mla_metadata()
+    more = {"descale_k": scales.get("k_scale"), "descale_q": scales.get("q_scale")}
+    expected = cupy_mla.dense_decode(q, cache, table, lens, scale, layout=layout.name, **scales)
+    with cupy_mla.forced(division=DENSE_SHARES[kernel]):
+        for call in range(3):
+            result = cupy_mla.flash_mla_with_kvcache(
+                gpu_q, gpu_cache, gpu_table, gpu_lens, 512, schedule, softmax_scale=scale, causal=True,
+                kv_format=None if layout.told else layout.name, **more,
+            )  # fmt: skip
+            compare_attention(f"dense {layout.name} h {h} {kernel} call {call} of a plan", result, expected)
+    assert schedule.plan.made
 
 
 def plain_case(rng: np.random.Generator, layout: layouts.Layout, h: int, e4m3_q: bool) -> None:

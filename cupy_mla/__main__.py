@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from .bridges import require_cupy
 from .checks.options import require_choice
-from .config import RATIOS, SparseMLAConfig
-from .layouts import OF_V41, QUANTIZED_OF_V4, by_name, names
+from .config import RATIOS, DenseMLAConfig, SparseMLAConfig
+from .layouts import DENSE_LAYOUTS, OF_V41, QUANTIZED_OF_V4, by_name, names
 from .selfcheck import report
 from .selfcheck.warmup import warmup
 from .typing import ModelKind
@@ -33,9 +33,10 @@ def parser() -> argparse.ArgumentParser:
         "check", parents=[check], description=CHECK, help="say whether this machine is fit (the default)"
     )
     warm = commands.add_parser("warmup", description=WARMUP, help="compile the kernels of a config ahead")
-    layouts = f"cache layouts: {', '.join(names())} (default: v32_fp8)"
+    layouts = f"cache layouts: {', '.join(names())}, with --dense also fp16 (default: v32_fp8)"
     warm.add_argument("--heads", type=int, required=True, help="query heads on a rank")
     warm.add_argument("--layout", nargs="+", default=["v32_fp8"], help=layouts)
+    warm.add_argument("--dense", action="store_true", help="layers without an indexer: dense_decode alone")
     warm.add_argument(
         "--compressed-layout", help="layout of V4.1's compressed caches: v41_fp4 beside v41_fp8 (default: as --layout)"
     )
@@ -63,11 +64,18 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig]:
+def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig | DenseMLAConfig]:
     """The configs that the command line of `warmup` names."""
     for name in options.layout:
-        require_choice("layout", name, names())
+        require_choice("layout", name, names(DENSE_LAYOUTS) if options.dense else names())
         layout = by_name(name, options.d_qk)
+        if options.dense:
+            block_size = 64 if options.block_size is None else options.block_size
+            yield DenseMLAConfig(
+                options.heads, layout.d_qk, block_size, name, options.max_num_seqs,
+                num_speculative_tokens=options.speculative_tokens,
+            )  # fmt: skip
+            continue
         of_layout: ModelKind | None = "v41" if layout in OF_V41 else "v4" if layout in QUANTIZED_OF_V4 else None
         model: ModelKind | None = options.model or of_layout
         for ratio in options.compress_ratio or RATIOS[model] if model in ("v4", "v41") else [1]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
+from collections.abc import Callable
 
 try:
     import torch
@@ -69,7 +70,7 @@ class Replay:
             if indexer is not None:
                 indexer.register_forward_hook(self.hook(number))
 
-    def hook(self, layer: int):
+    def hook(self, layer: int) -> Callable[..., Tensor]:
         def chosen(_module: nn.Module, arguments: tuple, own: Tensor) -> Tensor:
             rows = self.rows[layer]
             if (own < 0).any():  # V4: -1 is no row there, too

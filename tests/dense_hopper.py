@@ -79,15 +79,16 @@ def plain_requests(kind: Any, rng: np.random.Generator, b: int, heads: int, e4m3
 
 
 def blocks_that_are_not_there(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
-    """Some are strays, whole tiles of them; the table is too narrow for some requests; a length is negative."""
-    fmt, lens = formats[rng.integers(len(formats))], [300, 200, 400, 64, 90][:b]
+    """Some are strays, whole tiles of them; the table is too narrow for some requests; a length is negative, and one
+    may be the largest there is."""
+    fmt, lens = formats[rng.integers(len(formats))], [304, 200, 400, 64, 90][:b]
     of = in_cache(rng, fmt, lens, 16, 3, some_view(rng))
     strays = np.where(rng.random(of.table.shape) < 0.3, of.cache.shape[0] + rng.integers(0, 9), of.table)
     of.table = strays.astype(np.int32)
     of.table[0, 4:12] = -1
     of.table[1, :] = -(2**31)
     of.table = of.table[:, :20]
-    of.lens[-1] = -5
+    of.lens[0], of.lens[-1] = rng.choice([304, 2**31 - 1]), -5
     out, _ = check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, b, 3, 20), of), of)
     assert not out[[1, b - 1]].astype(np.float32).any()
 

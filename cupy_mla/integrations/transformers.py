@@ -41,7 +41,7 @@ from ..ops.cache import concat_and_cache_mla, empty_cache
 from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from ..ops.indices import convert_req_index_to_global_index
 from ..ops.topk import select_rows, select_rows_paged
-from .transformers_training import IndexerLoss, UncachedRows, require_cache, require_no_gradients
+from .transformers_training import IndexerLoss, UncachedRows, require_cache
 from .transformers_v4 import PagedV4Cache, PagedV4Layer, attend_v4, choose_v4, quantized_queries
 
 if TYPE_CHECKING:
@@ -320,6 +320,7 @@ def recorded_rows(model: torch.nn.Module) -> Iterator[dict[int, torch.Tensor]]:
     Yields:
         by layer [R, n, k] int32, of all n tokens of the passes; filled when the context ends. Of V3.2 and GLM-5 places
         of tokens in their request, padding not counted; of V4 places of compressed rows. -1: none.
+        Activation checkpointing runs layers once more in the backward, which must come after the context.
 
     Example:
         >>> with sparse_attention(model), recorded_rows(model) as rows, torch.no_grad():
@@ -365,7 +366,7 @@ def _attend(
     if past_key_values is None:
         rows: Any = UncachedRows(self, hidden_states, attention_mask, position_ids, chosen_rows)
     else:
-        require_cache(past_key_values, PagedLatentCache, chosen_rows)
+        require_cache(self, past_key_values, PagedLatentCache, hidden_states, chosen_rows)
         rows = past_key_values.layers[self.layer_idx]
         if self.layer_idx == 0:
             rows.tokens.advance(attention_mask, new)
@@ -378,8 +379,6 @@ def _attend(
     kv_c, k_pe = self.kv_a_proj_with_mqa(hidden_states).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
     cos, sin = position_embeddings
     q_pe, k_pe = deepseek.apply_rotary_pos_emb_interleave(q_pe, k_pe.unsqueeze(2), cos, sin, unsqueeze_dim=2)
-    if past_key_values is not None:
-        require_no_gradients(q, kv_c)
 
     # Its new tokens are rows now; its indexer, or that of a layer before, chooses rows for each of them.
     rows.update(self.kv_a_layernorm(kv_c), k_pe.squeeze(2))

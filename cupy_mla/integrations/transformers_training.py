@@ -25,7 +25,6 @@ __all__ = [
     "given_rows",
     "is_token",
     "require_cache",
-    "require_no_gradients",
     "require_trainable",
     "select",
 ]
@@ -53,11 +52,14 @@ class IndexerLoss:
         return attach_loss(out, loss, self.coefficient) if learns else out
 
 
-def require_cache(cache: Any, kind: type, chosen_rows: Any) -> None:
-    """Check what a pass with a cache is given.
+def require_cache(
+    attention: Any, cache: Any, kind: type, hidden_states: torch.Tensor, chosen_rows: Mapping[int, torch.Tensor] | None
+) -> None:
+    """Check that a layer's pass with a cache is one that can be served.
 
     Raises:
         ValueError: the cache is of another kind, or rows are to be replayed.
+        RuntimeError: gradients are wanted, of the layer's input or its weights.
     """
     if not isinstance(cache, kind):
         raise ValueError(
@@ -66,15 +68,8 @@ def require_cache(cache: Any, kind: type, chosen_rows: Any) -> None:
         )
     if chosen_rows is not None:
         raise ValueError("chosen_rows: only a pass without a cache takes them")
-
-
-def require_no_gradients(*tensors: torch.Tensor) -> None:
-    """Check that autograd does not follow what goes into a cache.
-
-    Raises:
-        RuntimeError: it does.
-    """
-    if any(tensor.requires_grad for tensor in tensors):
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_states, *attention.parameters()))
+    if wanted:
         raise RuntimeError(
             "past_key_values: no gradient goes through a cache: train with use_cache=False, or call under "
             "torch.no_grad()"

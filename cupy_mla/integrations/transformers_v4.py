@@ -38,7 +38,6 @@ from .transformers_training import (
     given_rows,
     is_token,
     require_cache,
-    require_no_gradients,
     require_trainable,
     select,
 )
@@ -348,7 +347,7 @@ def attend_v4(
     if past_key_values is None:
         uncached = UncachedV4Rows(self, hidden_states, attention_mask, position_ids, chosen_rows)
     else:
-        require_cache(past_key_values, PagedV4Cache, chosen_rows)
+        require_cache(self, past_key_values, PagedV4Cache, hidden_states, chosen_rows)
         if self.layer_idx == 0:
             past_key_values.advance(new, position_ids)
     cos, sin = position_embeddings[self.rope_layer_type]
@@ -363,7 +362,6 @@ def attend_v4(
         compressed, chosen = _compress(self, uncached, hidden_states, q_latent, position_ids)
         out = uncached.attend(q, kv, compressed, chosen, self).to(q.dtype)
     else:
-        require_no_gradients(q, kv)
         out = _attend_cached(self, past_key_values, hidden_states, q_latent, q, kv, position_ids)
     out = apply_rotary_pos_emb(out, cos, -sin, unsqueeze_dim=2)
     groups = self.o_a_proj(out.reshape(requests, new, self.config.o_groups, -1)).flatten(2)

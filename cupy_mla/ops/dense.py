@@ -79,6 +79,7 @@ def dense_decode(
       which share its rows, but no other request's; those in rows that no query of the request sees reach none.
 
     Lengths are read on the device alone: a captured CUDA graph takes those that lie in `seq_lens` when it is replayed.
+    Each call divides its rows over the GPU by itself; the layers of a step may do that once, see `get_mla_metadata`.
     Products are summed in float32; weights are rounded to 16 bits before they meet the values.
 
     Args:

@@ -30,3 +30,11 @@ __device__ __forceinline__ uint32_t float_to_e2m1(float x) {
     const uint32_t twos = (__float_as_uint(magnitude + 0x1p24f) & 15) + 4;
     return min(halves, min(ones, twos)) | (__float_as_uint(x) >> 28 & 8);
 }
+
+// Eight codes, two in the lowest bits of each word's halves, as a word.
+__device__ __forceinline__ uint32_t join_codes(const uint32_t (&two)[4]) {
+    uint32_t byte[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) byte[i] = two[i] | two[i] >> 12;
+    return __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
+}

@@ -38,12 +38,7 @@ __device__ __forceinline__ uint32_t e2m1x2(uint32_t x, uint32_t inverse) {
 __device__ __forceinline__ uint32_t quantize_e2m1_8(const Vec16& x, uint32_t scale) {
     const uint32_t inverse = (scale >= 254 ? 0x40u : (254 - scale) << 7) * 0x00010001;  // 2^-127 is subnormal
     const uint32_t two[4] = {e2m1x2(x.x, inverse), e2m1x2(x.y, inverse), e2m1x2(x.z, inverse), e2m1x2(x.w, inverse)};
-    uint32_t byte[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) byte[i] = two[i] | two[i] >> 12;
-    const uint32_t codes =
-        __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
-    return scale == UE8M0_NAN ? 0 : codes;
+    return scale == UE8M0_NAN ? 0 : join_codes(two);
 }
 
 // The four groups' scales as a word, from 16 lanes of which four have a group each. All get it.

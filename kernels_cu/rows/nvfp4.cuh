@@ -22,17 +22,33 @@ __device__ __forceinline__ uint32_t nvfp4_scale(uint32_t amax, bool up) {
     return scale + (up && scale < E4M3_LARGEST && e4m3_to_float(scale) < ratio);
 }
 
-// Eight bf16 of a tile as codes under the tile's scale; zeros under NaN. DIVIDED: a product is corrected by its remainder.
+// Two quotients as codes in the lowest bits of two halves, as e2m1x2 of mxfp4.cuh has them, in f16. A quotient of a bf16 and
+// an e4m3 is halfway between two codes, which f16 holds, or 2^-9 of itself away from there. So its last bits do not matter.
+__device__ __forceinline__ uint32_t e2m1x2_of_quotients(float x, float y) {
+    const uint32_t q = pack_f16x2(x, y), magnitude = q & 0x7fff7fff;
+    const uint32_t halves = add_f16x2(magnitude, 0x60006000);             // 512, and the code
+    const uint32_t ones = add_f16x2(magnitude, 0x64006400) - 0x03fe03fe;  // 1024, and two less than the code
+    const uint32_t twos = add_f16x2(magnitude, 0x68006800) - 0x07fc07fc;  // 2048, and four less
+    // Positive numbers have the order of their bits, as bf16 as well, of which these are finite ones.
+    const uint32_t least = min_bf16x2(min_bf16x2(halves, ones), min_bf16x2(twos, 0x60076007));
+    return (least & 0x00070007) | (q >> 12 & 0x00080008);
+}
+
+// Eight bf16 of a tile as codes under the tile's scale; zeros under NaN. DIVIDED: codes of quotients; else of products with
+// the scale's rounded inverse.
 __device__ __forceinline__ uint32_t quantize_nvfp4_8(const Vec16& x, uint32_t scale) {
     const float number = e4m3_to_float(scale), inverse = scale == 0 ? 0.0f : divide_exactly(1.0f, number);
     float v[CHUNK];
     widen_8(x, v);
     uint32_t codes = 0;
+    if constexpr (DIVIDED) {
+        uint32_t two[4];
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) {
-        float q = v[i] * inverse;
-        if (DIVIDED) q = copysignf(fmaf(fmaf(-q, number, v[i]), inverse, q), v[i]);  // that of -0 would be 0
-        codes |= float_to_e2m1(q) << 4 * i;
+        for (int i = 0; i < 4; ++i) two[i] = e2m1x2_of_quotients(v[2 * i] * inverse, v[2 * i + 1] * inverse);
+        codes = join_codes(two);
+    } else {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) codes |= float_to_e2m1(v[i] * inverse) << 4 * i;
     }
     return scale == E4M3_NAN ? 0 : codes;
 }

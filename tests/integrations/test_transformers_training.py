@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,14 +181,13 @@ def test_autocast(v32: SimpleNamespace, device: str) -> None:
 # --- padding and packing --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(sample=4)
 @pytest.mark.parametrize(
-    ("name", "side"), [("v32", "left"), ("v32", "right"), ("glm", "left"), ("glm", "right"), ("v4", "right")]
+    ("name", "side", "attn_implementation"),  # of which one brings an additive, one a boolean mask
+    [*product(["v32", "glm"], ["left", "right"], ["eager", "sdpa"]), ("v4", "right", "eager")],
 )
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])  # they bring additive and boolean masks
 def test_padding(name: str, side: str, attn_implementation: str, device: str, rng: np.random.Generator) -> None:
     """It is no part of what the others see or learn, whatever it holds."""
-    if name == "v4" and attn_implementation == "sdpa":
-        pytest.skip("V4 has eager attention alone")
     world = world_of(name, device, rng)
     world.model.set_attn_implementation(attn_implementation)
     mask = torch.ones_like(world.tokens)
@@ -207,8 +206,9 @@ def test_padding(name: str, side: str, attn_implementation: str, device: str, rn
     assert all((rows[1, padded] == -1).all() for rows in world.rows.values())
     world.tokens[1, padded] = (world.tokens[1, padded] + 7) % 64
     again = step(world, indexer_loss=0.1, **named)
-    for n, g in got.items():  # experts of V4 multiply other numbers of tokens at once then
-        assert torch.equal(again[n], g) if name != "v4" else relative(again[n], g) < 2e-3, n
+    bits = device == "cpu" and name != "v4"  # V4's experts multiply other numbers of tokens at once then
+    for n, g in got.items():
+        assert torch.equal(again[n], g) if bits else relative(again[n], g) < 2e-3, n
     for layer, loss in losses.items():
         assert abs(float(world.model.indexer_losses[layer]) - float(loss)) < 1e-4 * float(loss)
 
@@ -311,6 +311,7 @@ def test_indexers_learn(world: SimpleNamespace, rows: str) -> None:
         assert relative(own[name], 0.5 * g) < (OF_INDEXER if ".layers.0." in name else OF_LATER_INDEXER), name
 
 
+@pytest.mark.long(sample=3)
 @pytest.mark.parametrize("frozen", ["indexer", "model"])
 def test_what_is_frozen_does_not_learn(world: SimpleNamespace, frozen: str) -> None:
     """The rest learns the same."""
@@ -338,6 +339,7 @@ def test_losses_without_gradients(world: SimpleNamespace) -> None:
 # --- checkpointing, torch.compile -----------------------------------------------------------------------------
 
 
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(world: SimpleNamespace, use_reentrant: bool) -> None:
     """The same bits; also where another pass comes before the backward."""
@@ -391,6 +393,7 @@ def new_cache(world: SimpleNamespace) -> Any:
     return PagedLatentCache(config, torch.arange(18, device=device).view(2, 9), block_size=5)
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_replay(name: str, device: str, rng: np.random.Generator) -> None:
     """A pass attends to the rows that served passes chose, and to others that it is given; its indexers learn so."""
@@ -416,12 +419,10 @@ def test_replay(name: str, device: str, rng: np.random.Generator) -> None:
     assert same(step(world, indexer_loss=0.1, chosen_rows={i: r.where(r >= 0, last) for i, r in rows.items()}), got)
 
 
-@pytest.mark.parametrize("side", ["none", "left"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.long(sample=2)
+@pytest.mark.parametrize(("name", "side"), [*product(["v32", "glm"], ["none", "left"]), ("v4", "none")])
 def test_rows_are_those_of_a_server(name: str, side: str, device: str, rng: np.random.Generator) -> None:
     """The first layer's indexer sees the same and chooses the same."""
-    if name == "v4" and side == "left":
-        pytest.skip("V4 has no padding before tokens")
     world, named = world_of(name, device, rng, "bfloat16"), {}
     if side == "left":
         mask = torch.ones_like(world.tokens)
@@ -447,8 +448,10 @@ def test_errors(world: SimpleNamespace) -> None:
             model(tokens)
         with pytest.raises(ValueError, match="past_key_values: expected a"):
             model(tokens, past_key_values=DynamicCache(config=model.config))
+        cache = new_cache(world)
         with pytest.raises(RuntimeError, match="past_key_values: no gradient goes through a cache"):
-            model(tokens, past_key_values=new_cache(world))
+            model(tokens, past_key_values=cache)
+        assert cache.get_seq_length() == 0
         layer = min(indexers(model))
         rows = {layer: torch.zeros(2, 5, 3, dtype=torch.int32, device=tokens.device)}
         with pytest.raises(ValueError, match=rf"chosen_rows: expected \[2, {tokens.shape[1]}, k\] of layer {layer}"):

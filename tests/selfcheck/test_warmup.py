@@ -80,6 +80,34 @@ def test_the_command_line_names_other_kinds_of_models():
         list(__main__.configs(wrong))
 
 
+def test_the_command_line_names_layers_without_an_indexer(capsys):
+    parse = __main__.parser().parse_args
+    rows = ["--layout", "fp16", "v4_fp8", "plain_fp8", "--speculative-tokens", "3", "--block-size", "16"]
+    made = list(__main__.configs(parse(["warmup", "--heads", "16", "--dense", *rows])))
+    assert made == [
+        DenseMLAConfig(16, d_qk, 16, name, 256, num_speculative_tokens=3)
+        for name, d_qk in (("fp16", 576), ("v4_fp8", 512), ("plain_fp8", 576))
+    ]
+    assert __main__.main(["warmup", "--heads", "16", "--layout", "fp16"]) == report.WRONG
+    assert "got 'fp16'" in capsys.readouterr().err
+
+
+WRONG = {
+    "num_heads": (129, ValueError), "d_qk": (64, ValueError), "block_size": (0, ValueError),
+    "cache_layout": ("indexer_fp8", ValueError), "max_num_seqs": ("4", TypeError), "max_model_len": (0, ValueError),
+    "num_speculative_tokens": (-1, ValueError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_wrong_dense_layers_are_named(field):
+    value, error = WRONG[field]
+    with pytest.raises(error, match=rf"^{field}\b"):
+        DenseMLAConfig(**{"num_heads": 16, field: value})
+    with pytest.raises(ValueError, match=r"^d_qk of a v4_fp8 cache must be 512, got 576"):
+        DenseMLAConfig(16, cache_layout="v4_fp8")
+
+
 @pytest.fixture
 def stand_in(monkeypatch) -> None:
     """NumPy in the place of CuPy; no kernel is loaded."""

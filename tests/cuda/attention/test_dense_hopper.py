@@ -27,6 +27,7 @@ KERNELS = {
     "dense_fp8_sm90 whole": ("dense_fp8_sm90", "whole", 150, FP8_FORMATS),
     "dense_fp8_sm90 clusters": ("dense_fp8_sm90", "clusters", 2, FP8_FORMATS),
 }
+FP8 = [name for name in KERNELS if name.startswith("dense_fp8_sm90")]
 SHARES = [name for name in KERNELS if name in ("dense_sm90", "dense_fp8_sm90 shares")]
 
 
@@ -48,6 +49,13 @@ def divided(request: pytest.FixtureRequest, force: Any) -> None:
 def test_requests(hopper, rng, division, b, formats, heads):
     for _ in range(3):
         dense_hopper.some_requests(hopper, rng, b, heads, formats)
+
+
+@kernels(*FP8)
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("e4m3_q", [False, True], ids=["bf16 q", "e4m3 q"])
+def test_a_scale_of_the_call(hopper, rng, division, b, formats, heads, e4m3_q):
+    dense_hopper.plain_requests(hopper, rng, b, heads, e4m3_q)
 
 
 @kernels(*KERNELS)
