@@ -298,7 +298,7 @@ FACTS = ("q", "q", "q", "q", "block_size", "is_fp8_kvcache", "topk", "extra_bloc
 def _shapes(given: attention.Given, causal: bool = False) -> Shapes | None:
     """The values of `FACTS` for a call, -1 for lists that it has not; None for arguments that the checks refuse."""
     try:
-        is_fp8 = not str(given.k_cache.dtype).endswith("float16")  # nor bfloat16
+        is_fp8 = given.k_cache.dtype.itemsize != 2
         b, s_q, h_q, d_qk = given.q.shape
         topk, extra_topk = (-1 if a is None else a.shape[-1] for a in (given.indices, given.extra_indices))
         extra_block = -1 if given.extra_k_cache is None else given.extra_k_cache.shape[1]

@@ -8,7 +8,7 @@ program comes to: the bytes of parameter structs between the fields that differ 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import count, groupby, repeat
+from itertools import groupby, repeat
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -110,7 +110,9 @@ def prepare(
         for array, slot in zip(arrays, slots, strict=True):
             array.ptr = Pointer(slot, 0, array.ptr)  # type: ignore[assignment]
             array.place = place if array.place is on_gpu else array.place
-    values = [*map(dict(zip(numbers, arrays, strict=True)).get, count(), values)]
+    values = [*values]
+    for number, array in zip(numbers, arrays, strict=True):
+        values[number] = array
     by_place = len(values) - keywords
     result = function(*values[:by_place], **dict(zip(names[by_place:], values[by_place:], strict=True)))
     ids = [*map(id, objs)]

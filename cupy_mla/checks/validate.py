@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from ..arrays import Array
 from ..dtypes import E4M3, INT64, UINT8
@@ -57,17 +60,11 @@ def cache_layout(
     if asked is not None:
         require_choice(asked_by, asked, names(allowed))
     last = cache.shape[-1] if cache.shape else 0
-    found = [
-        layout
-        for layout in dict.fromkeys((*allowed, *(others or ())))
-        if layout.last_axis == last and layout.quantized == (cache.dtype in QUANTIZED)
-    ]
-    if asked is None and found and found[0] in allowed and not any(layout.told for layout in found):
-        may_be = " or ".join(repr(layout.name) for layout in found if layout in allowed)
-        raise ValueError(f"{cache.name}: rows of {last} bytes may be anything: say {asked_by}={may_be}")
-    found = [layout for layout in found if (asked in layout.names if asked is not None else layout.told)] or found
-    found = [layout for layout in found if layout.quantized or layout.dtype == cache.dtype] or found
+    found = _layouts_of(cache.dtype, last, asked, (*allowed, *(others or ())))
     if found and found[0] in allowed:
+        if asked is None and not found[0].told:
+            may_be = " or ".join(repr(layout.name) for layout in found if layout in allowed)
+            raise ValueError(f"{cache.name}: rows of {last} bytes may be anything: say {asked_by}={may_be}")
         if asked is not None and asked not in found[0].names:
             is_of = f"{found[0].name} of {found[0].d_qk}"
             raise ValueError(f"{asked_by}: {asked!r} was asked for, {cache.name} is {is_of}")
@@ -79,6 +76,15 @@ def cache_layout(
     raise ValueError(
         f"{cache.name}: expected a paged cache ({wanted}), got {cache.dtype.name} {list(cache.shape)}{hint}"
     )
+
+
+@lru_cache(maxsize=1024)
+def _layouts_of(dtype: np.dtype, last: int, asked: str | None, among: tuple[Layout, ...]) -> tuple[Layout, ...]:
+    """The layouts that a cache array with such a last axis may have: those of the name that is asked for, or that are
+    told by the array, if there are any."""
+    found = [a for a in dict.fromkeys(among) if a.last_axis == last and a.quantized == (dtype in QUANTIZED)]
+    found = [a for a in found if (asked in a.names if asked is not None else a.told)] or found
+    return tuple([a for a in found if a.quantized or a.dtype == dtype] or found)
 
 
 def require_rows(kv: Array, layout: Layout) -> Array:
