@@ -50,6 +50,6 @@ def test_options_that_have_a_default_say_it() -> None:
     assert "python -m cupy_mla warmup --topk" in actions
     silent = {
         name for name, action in actions.items()
-        if not action.help or (isinstance(action.default, int | list) and "(default: " not in action.help)
+        if not action.help or (type(action.default) in (int, list) and "(default: " not in action.help)
     }  # fmt: skip
     assert silent == set()

@@ -676,6 +676,14 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
 
 #else
 
+// Rare: what stands under a scale of 0 in a lane's row becomes zeros, NaN too: SCALE_COLUMNS bytes from `at` on. All lanes
+// of the warp call.
+__device__ __forceinline__ void clear_under_zero(uint32_t at, bool zero) {
+#pragma unroll 1
+    for (int i = 0; zero && i < SCALE_COLUMNS; i += 16) store_shared_16(at + i, {0, 0, 0, 0});
+    __syncwarp();
+}
+
 // FP8: widen an output warp's rows of a tile, which have been copied, and say that they are there.
 __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
     const Role r = Role::here();
@@ -700,7 +708,11 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
         end = load_shared_16(from + end_row * Row::STAGED_BYTES + int(ROPE_OFFSET) + 16 * end_chunk);
     }
     if (FOLDED) {
-        scale = __uint_as_float(load_shared_4(from + scale_row * Row::STAGED_BYTES + int(SCALE_OFFSET) + 4 * number));
+        const uint32_t line = from + scale_row * Row::STAGED_BYTES;
+        scale = __uint_as_float(load_shared_4(line + int(SCALE_OFFSET) + 4 * number));
+        const bool zero = is_zero(scale);
+        if (__builtin_expect(__any_sync(~0u, zero), 0))
+            clear_under_zero(line + SCALE_COLUMNS * number, zero && r.lane < 4 * COPIED_ROWS);
     }
 #pragma unroll
     for (int begin = 0; begin < COPIED_ROWS; begin += AT_ONCE) {
@@ -725,8 +737,7 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
 #pragma unroll
             for (int part = 0; part < PARTS_OF_ROW; ++part) {
                 const int chunk = 32 * part + r.lane;
-                Vec8 c = codes[i][part];
-                if (FOLDED) c = codes_under(c, __shfl_sync(~0u, scale, 4 * (begin + i) + chunk / (SCALE_COLUMNS / 8)));
+                const Vec8 c = codes[i][part];
                 Vec16 values = dequantize_8(c, FOLDED || SCALE_OF_CALL ? 1.0f : ue8m0_to_float(scales[i][part]));
                 if (ROPE_WITH && chunk >= CHUNKS) values = {c.x, c.y, more[i].x, more[i].y};
                 store_shared_16(chunk_address(stage_address(stage), first + begin + i, chunk), values);
