@@ -377,6 +377,7 @@ class IndexerLoss(NamedTuple):
     Attributes:
         indices, length, starts, ends: lists [T, topk], and their lengths [T] or None; or the ranges of keys [T].
         counted: [T], or None.
+        scale_format: of e4m3 queries and keys, "fp32" or "ue8m0"; None: they are not rounded.
         loss, dq_index, dk_index, dw: are written; the last three only with `gradients`, and None without.
     """
 
@@ -392,6 +393,7 @@ class IndexerLoss(NamedTuple):
     counted: Operand
     per_token: bool
     relu: bool
+    scale_format: str | None
     gradients: bool
     accumulate: bool
     max_workspace_bytes: int

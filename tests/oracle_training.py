@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .oracle import E4M3, e4m3_code
 from .oracle_backward import Sum
 
 
@@ -24,6 +25,7 @@ class Loss(NamedTuple):
     per_token: bool = False
     relu: bool = True
     ranges: np.ndarray | None = None
+    scale_format: str | None = None  # of q and k in e4m3
 
     def support(self, i: int) -> np.ndarray:
         """Where in a token's list the entries stand that count."""
@@ -39,8 +41,25 @@ class Loss(NamedTuple):
         """The keys that they name."""
         return self.support(i) if self.indices is None else self.indices[i, self.support(i)]
 
+    def scored(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """What z is the product of: a token's queries [H, 128], and the keys [n, 128] that entries name, in float64."""
+        q, k = self.q[i], self.k[self.entries(i)]
+        if self.scale_format is None:
+            return q.astype(np.float64), k.astype(np.float64)
+        return rounded(q, 1e-10, self.scale_format), rounded(k, 1e-4, self.scale_format)
+
     def divisor(self) -> int:
         return 1 if self.per_token else max(sum(len(self.support(i)) > 0 for i in range(len(self.q))), 1)
+
+
+def rounded(rows: np.ndarray, floor: float, scale_format: str) -> np.ndarray:
+    """Rows [n, 128] through e4m3 under a scale each, `max(amax, floor) / 448`, for "ue8m0" the next power of two."""
+    rows = rows.astype(np.float32)
+    amax = np.fmax.reduce(np.abs(rows), axis=-1, initial=0)
+    scales = np.maximum(amax, np.float32(floor)) / np.float32(448)
+    if scale_format == "ue8m0":
+        scales = np.exp2(np.ceil(np.log2(scales.astype(np.float64)))).astype(np.float32)
+    return E4M3[e4m3_code(rows / scales[:, None])] * scales.astype(np.float64)[:, None]
 
 
 class Token(NamedTuple):
@@ -56,7 +75,8 @@ class Token(NamedTuple):
 
 def token(a: Loss, i: int) -> Token:
     places, entries = a.support(i), a.entries(i)
-    z = a.q[i].astype(np.float64) @ a.k[entries].astype(np.float64).T
+    q, keys = a.scored(i)
+    z = q @ keys.T
     scores = a.w[i].astype(np.float64) @ (np.where(z > 0, z, 0) if a.relu else z)
     log_pred = scores - scores.max()
     log_pred = log_pred - np.log(np.exp(log_pred).sum())
@@ -82,7 +102,7 @@ def gradients(a: Loss) -> dict[str, Sum]:
         d_scores = a.coeff / a.divisor() * (pred - p)
         on = (z > 0).astype(np.float64) if a.relu else np.ones_like(z)
         dz = d_scores * a.w[i].astype(np.float64)[:, None] * on
-        q, rows = a.q[i].astype(np.float64), a.k[entries].astype(np.float64)
+        q, rows = a.scored(i)  # straight through: what is rounded has the gradient of what it is rounded to
         _add(result["dw"], i, d_scores * on * z, 1)
         _add(result["dq_index"], i, dz[:, :, None] * rows, 1)
         names = (np.arange(len(a.k))[:, None] == entries).astype(np.float64)

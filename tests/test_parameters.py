@@ -19,6 +19,7 @@ MORE = {
     "backends.indexer.IndexerImpl.forward": "the engine's arguments, and by keyword what V4.1's and GLM's layers add",
     "integrations.training.sparse_indexer_loss": "the parameters of the public functions that it calls",
     "integrations.training.warmup_loss": "the parameters of the public functions that it calls",
+    "integrations.training.SparseMLATraining.forward": "the parameters of the public functions that it calls",
     "integrations.megatron.run_fused_qk_topk_with_loss": "Megatron-Core's signature",
     "integrations.megatron.run_fused_dsa_attention": "Megatron-Core's signature",
     "integrations.sglang.forward_flashmla_kv": "SGLang's signature",

@@ -60,10 +60,19 @@ def over_ranges(rng: np.random.Generator, a: Loss) -> Loss:
     return a
 
 
+def of_all_sizes(rng: np.random.Generator, a: Loss) -> Loss:
+    """The same with queries and keys whose scales are far apart, and a key too small for a scale of its own."""
+    q, k = (x.astype(np.float32) * np.exp2(rng.uniform(-3, 3, (*x.shape[:-1], 1))) for x in (a.q, a.k))
+    k[a.entries(0)[:1]] *= 1e-5
+    return a._replace(q=(q / 8).astype(BF16), k=k.astype(BF16))
+
+
 def run(kind: NumPy, a: Loss, **more: Any) -> list[Any]:
     """Results of `indexer_loss` or `dense_indexer_loss` over a kind of array."""
     arrays = [kind.put(x) for x in (a.q, a.k, a.w, a.target)]
     of = {"loss_coeff": a.coeff, "counted": kind.put(a.counted), "per_token": a.per_token, "relu": a.relu, **more}
+    if a.scale_format is not None:
+        of |= {"quantized": True, "scale_format": a.scale_format}
     with poisoned_outputs():
         if a.ranges is not None:
             starts, ends = (kind.put(np.ascontiguousarray(x)) for x in a.ranges.T)

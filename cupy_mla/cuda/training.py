@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from ..arguments import IndexerLoss, Target
-from ..dtypes import FLOAT32, UINT8
+from ..dtypes import BFLOAT16, FLOAT32, UINT8
 from ..dtypes import INT32 as INTEGERS
 from .driver import Gpu
 from .kernel import Kernel
@@ -36,10 +36,14 @@ TOKENS = Struct(
 )  # fmt: skip
 LOSS = Struct(
     "IndexerLossParams", q=POINTER, k=POINTER, w=POINTER, target=POINTER, rows=POINTER, places=POINTER, counts=POINTER,
-    number=POINTER, scores=POINTER, bits=POINTER, divergences=POINTER, contributions=POINTER, dq=POINTER, dw=POINTER,
-    q_token=INT64, q_head=INT64, k_row=INT64, w_token=INT64, target_token=INT64, dq_token=INT64, dq_head=INT64,
-    dw_token=INT64, heads=INT32, topk=INT32, padded=INT32, coeff=FLOAT, relu=INT32, wide=INT32, aligned=INT32,
-    aligned_dq=INT32,
+    number=POINTER, q_scales=POINTER, k_scales=POINTER, scores=POINTER, bits=POINTER, divergences=POINTER,
+    contributions=POINTER, dq=POINTER, dw=POINTER, q_token=INT64, q_head=INT64, k_row=INT64, w_token=INT64,
+    target_token=INT64, dq_token=INT64, dq_head=INT64, dw_token=INT64, heads=INT32, topk=INT32, padded=INT32,
+    coeff=FLOAT, relu=INT32, wide=INT32, aligned=INT32, aligned_dq=INT32,
+)  # fmt: skip
+ROUND = Struct(
+    "RoundRowsParams", source=POINTER, values=POINTER, scales=POINTER, outer=INT64, inner=INT64, rows=INT32,
+    of_outer=INT32, aligned=INT32, power_of_two=INT32, least=FLOAT,
 )  # fmt: skip
 SUM = Struct("LossSumParams", divergences=POINTER, number=POINTER, out=POINTER, coeff=FLOAT, tokens=INT32)
 
@@ -49,6 +53,9 @@ SPILL_BYTES = 24  # of `attention_target` over rows of 512 on sm_100 and sm_120,
 RANGE_KEYS = 8  # whose gradients a CTA adds up
 TILE_KEYS = 64  # of `indexer_loss`
 WARPS = 8  # of `loss_tokens`, a token each
+ROUND_ROWS = 32  # of a CTA of `round_rows`
+QUERY_FLOOR, KEY_FLOOR = 1e-10, 1e-4  # of the largest magnitudes of which scales are made
+ROUNDED_BYTES = 2 * 128 + 4  # of a query or key that is rounded, and its scale
 
 
 @cache
@@ -70,9 +77,14 @@ def tokens_kernel() -> Kernel:
 
 
 @cache
-def loss_kernel(heads: int) -> Kernel:
-    """The kernel for up to so many heads."""
-    return Kernel("indexer/indexer_loss.cu", LOSS, {"HEADS": heads})
+def round_kernel() -> Kernel:
+    return Kernel("indexer/round_rows.cu", ROUND, {})
+
+
+@cache
+def loss_kernel(heads: int, quantized: bool) -> Kernel:
+    """The kernel for up to so many heads, of queries and keys as they are or rounded to e4m3."""
+    return Kernel("indexer/indexer_loss.cu", LOSS, {"HEADS": heads, "QUANTIZED": int(quantized)})
 
 
 @cache
@@ -89,8 +101,10 @@ def kernels() -> Iterator[Kernel]:
     yield tokens_kernel()
     yield lists_kernel(RANGE_KEYS, True)
     yield ranges_kernel(RANGE_KEYS)
+    yield round_kernel()
     for heads in LOSS_HEADS:
-        yield loss_kernel(heads)
+        for quantized in (False, True):
+            yield loss_kernel(heads, quantized)
     yield rows_kernel(D, RANGE_KEYS)
     yield sum_kernel()
 
@@ -144,9 +158,12 @@ def indexer_loss(gpu: Gpu, a: IndexerLoss) -> Program:
     divergences = Slot("divergences", shape=(tokens,), dtype=FLOAT32)
     number = Slot("tokens that count", shape=(1,), dtype=INTEGERS)
     lists = Lists(tokens, keys, RANGE_KEYS, True, a.indices, a.length, a.starts, a.ends, a.counted)
-    left = a.max_workspace_bytes - divergences.nbytes - number.nbytes
-    sums = RowSums(lists, a.dk_index, a.accumulate, 1, left, padded * (4 + kernel // 8))
-    scores = Slot("scores", shape=(sums.step, padded), dtype=FLOAT32)
+    quantized = int(a.scale_format is not None)
+    left = a.max_workspace_bytes - divergences.nbytes - number.nbytes - quantized * keys * ROUNDED_BYTES
+    of_token = padded * (4 + 4 * quantized + kernel // 8) + quantized * heads * ROUNDED_BYTES
+    sums = RowSums(lists, a.dk_index, a.accumulate, 1, left, of_token)
+    scored = _Scored(a, sums.step)
+    scores = Slot("scores", shape=(sums.step, 1 + quantized, padded), dtype=FLOAT32)
     bits = Slot("signs", shape=(sums.step, padded, kernel // 8), dtype=UINT8)
     divisor = 0 if a.per_token else number.ptr
     program: list[Step] = []
@@ -157,30 +174,83 @@ def indexer_loss(gpu: Gpu, a: IndexerLoss) -> Program:
                 **_entries(a, topk), counted=pointer(a.counted), number=divisor, tokens=tokens, keys=keys
             )  # fmt: skip
             program.append(Launch(tokens_kernel(), (ceil_div(tokens, WARPS), 1, 1), params))
+    program += scored.keys()
     for first in range(0, max(tokens, 1), sums.step):
         count = min(sums.step, tokens - first)
         if count > 0:
-            memory = {"number": divisor, "scores": scores.ptr, "bits": bits.ptr}
+            memory = {"number": divisor, "scores": scores.ptr, "bits": bits.ptr, **scored.fields(first)}
             memory["divergences"] = divergences.ptr + FLOAT32.itemsize * first
-            program.append(sums.sort(first, count))
-            program.append(Launch(loss_kernel(kernel), (count, 1, 1), _params(a, sums, first, padded, memory)))
+            params = _params(a, sums, first, padded, memory)
+            program += [*scored.queries(first, count), sums.sort(first, count)]
+            program.append(Launch(loss_kernel(kernel, bool(quantized)), (count, 1, 1), params))
         program += sums.add(first, count)
     params = SUM(divergences=divergences.ptr, number=divisor, out=a.loss.ptr, coeff=a.loss_coeff, tokens=tokens)
     return [*program, Launch(sum_kernel(), (1, 1, 1), params)]
+
+
+class _Scored:
+    """The queries and keys that are scored: as they are, or rounded in scratch memory, of queries a chunk.
+
+    Args:
+        a: of the call.
+        step: most tokens of a chunk.
+    """
+
+    def __init__(self, a: IndexerLoss, step: int) -> None:
+        self._a, self._heads = a, a.q_index.shape[1]
+        rows = {"queries": step * self._heads, "keys": a.k_index.shape[0]}
+        self._values = {name: Slot(f"rounded {name}", shape=(n, D), dtype=BFLOAT16) for name, n in rows.items()}
+        self._scales = {name: Slot(f"scales of {name}", shape=(n,), dtype=FLOAT32) for name, n in rows.items()}
+
+    def keys(self) -> list[Launch]:
+        """What rounds the keys; nothing where they stay."""
+        k = self._a.k_index
+        source = {"source": k.ptr, "outer": k.strides[0], "inner": 0, "of_outer": 1, "aligned": int(k.aligned(16))}
+        return self._round("keys", k.shape[0], KEY_FLOOR, source)
+
+    def queries(self, first: int, count: int) -> list[Launch]:
+        """What rounds the queries of so many tokens; nothing where they stay."""
+        q = self._a.q_index
+        source = {
+            "source": from_token(q, first), "outer": q.strides[0], "inner": q.strides[1], "of_outer": self._heads,
+            "aligned": int(q.aligned(16)),
+        }  # fmt: skip
+        return self._round("queries", count * self._heads, QUERY_FLOOR, source)
+
+    def _round(self, name: str, rows: int, floor: float, source: Mapping[str, object]) -> list[Launch]:
+        if self._a.scale_format is None or rows == 0:
+            return []
+        params = ROUND(
+            **source, values=self._values[name].ptr, scales=self._scales[name].ptr, rows=rows, least=floor,
+            power_of_two=int(self._a.scale_format == "ue8m0"),
+        )  # fmt: skip
+        return [Launch(round_kernel(), (ceil_div(rows, ROUND_ROWS), 1, 1), params)]
+
+    def fields(self, first: int) -> dict[str, object]:
+        """What the loss's kernel is told of them, for the chunk that begins with this token."""
+        q, k = self._a.q_index, self._a.k_index
+        if self._a.scale_format is None:
+            return {
+                "q": from_token(q, first), "k": k.ptr, "q_scales": 0, "k_scales": 0, "q_token": q.strides[0],
+                "q_head": q.strides[1], "k_row": k.strides[0], "aligned": int(q.aligned(16) and k.aligned(16)),
+            }  # fmt: skip
+        return {
+            "q": self._values["queries"].ptr, "k": self._values["keys"].ptr, "q_scales": self._scales["queries"].ptr,
+            "k_scales": self._scales["keys"].ptr, "q_token": self._heads * D, "q_head": D, "k_row": D, "aligned": 1,
+        }  # fmt: skip
 
 
 def _params(a: IndexerLoss, sums: RowSums, first: int, padded: int, memory: Mapping[str, object]) -> Packed:
     """Of the kernel that makes a chunk's divergences and gradients."""
     dq, dw = a.dq_index, a.dw
     return LOSS(
-        q=from_token(a.q_index, first), k=a.k_index.ptr, w=from_token(a.w, first), target=from_token(a.target, first),
-        rows=sums.rows.ptr, places=sums.places.ptr, counts=sums.counts.ptr,
+        w=from_token(a.w, first), target=from_token(a.target, first), rows=sums.rows.ptr, places=sums.places.ptr,
+        counts=sums.counts.ptr,
         contributions=sums.contributions.ptr if a.gradients else 0, dq=from_token(dq, first), dw=from_token(dw, first),
-        q_token=a.q_index.strides[0], q_head=a.q_index.strides[1], k_row=a.k_index.strides[0], w_token=a.w.strides[0],
-        target_token=a.target.strides[0], dq_token=dq.strides[0] if a.gradients else 0,
+        w_token=a.w.strides[0], target_token=a.target.strides[0], dq_token=dq.strides[0] if a.gradients else 0,
         dq_head=dq.strides[1] if a.gradients else 0, dw_token=dw.strides[0] if a.gradients else 0,
         heads=a.q_index.shape[1], topk=a.target.shape[1], padded=padded, coeff=a.loss_coeff, relu=int(a.relu),
-        wide=int(a.gradients and dq.dtype == FLOAT32), aligned=int(a.q_index.aligned(16) and a.k_index.aligned(16)),
+        wide=int(a.gradients and dq.dtype == FLOAT32),
         aligned_dq=int(a.gradients and dq.aligned(2 * dq.dtype.itemsize)), **memory,
     )  # fmt: skip
 

@@ -17,10 +17,8 @@ import torch
 from ..checks.options import require_choice
 from ..layouts import D_V, INDEXER_FP8
 from ..ops.attention import HEAD_DIMS, sparse_prefill
-from ..ops.logits import quantize_indexer_q
-from ..ops.topk import select_rows
 from .contract import Needs, missing, sources
-from .training import quantized_keys, sparse_indexer_loss, warmup_loss
+from .training import chosen_rows, sparse_indexer_loss, warmup_loss
 
 __all__ = [
     "install",
@@ -310,17 +308,15 @@ def _can_choose(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk: i
     return shapes and heads and 1 <= min(topk, len(k)) <= MOST_CHOSEN
 
 
-@torch.no_grad()
 def _choose(
     q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk: int, starts: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
     """[sq, b, topk] int32 rows of a token's batch element, ascending, -1 behind the last."""
-    first, end = _ranges(starts, ends, k)
-    k8, scales = quantized_keys(_by_element(k))
-    q8, w = quantize_indexer_q(q.flatten(0, 1), weights.flatten(0, 1).float())
-    rows = select_rows(q8, k8, scales, w, first, end, min(topk, len(k)))
+    (sk, b), ranges = k.shape[:2], _ranges(starts, ends, k)
+    rows = chosen_rows(q.flatten(0, 1), _by_element(k), weights.flatten(0, 1).float(), *ranges, min(topk, sk))
+    first = sk * torch.arange(b, dtype=torch.int32, device=k.device)
     rows = rows.view(*q.shape[:2], -1)
-    return torch.where(rows >= 0, rows + starts.clamp(0, len(k)).int()[:, None, None], -1)
+    return torch.where(rows >= 0, rows - first[:, None], -1)
 
 
 def _ranges(starts: torch.Tensor, ends: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,8 +14,9 @@ import torch
 import cupy_mla
 
 from ..layouts import INDEXER_FP8
+from ..typing import ScaleFormat
 
-__all__ = ["attach_loss", "sparse_indexer_loss", "warmup_loss"]
+__all__ = ["SparseMLATraining", "attach_loss", "sparse_indexer_loss", "warmup_loss"]
 
 TARGET_BYTES = 256 << 20  # of the target of a part of the tokens
 BLOCK_SIZE = 64  # tokens of a block of the cache through which keys are quantized
@@ -42,7 +43,8 @@ def sparse_indexer_loss(
         q, kv, indices, sm_scale, topk_length: what `cupy_mla.sparse_prefill` took.
         lse: what it returned.
         group: process group of GPUs that share the heads of q; lists must be the same on all, in one order.
-        settings: `loss_coeff`, `counted`, `per_token`, `relu`, `max_workspace_bytes` of `cupy_mla.indexer_loss`.
+        settings: `loss_coeff`, `counted`, `per_token`, `relu`, `quantized`, `scale_format`, `gradients`,
+            `max_workspace_bytes` of `cupy_mla.indexer_loss`.
 
     Returns:
         the loss, float32 of shape [].
@@ -71,6 +73,8 @@ def warmup_loss(
     loss_coeff: float = 1.0,
     per_token: bool = False,
     relu: bool = True,
+    quantized: bool = False,
+    scale_format: ScaleFormat = "fp32",
     target_bytes: int = TARGET_BYTES,
     group: Any = None,
 ) -> torch.Tensor:
@@ -83,7 +87,7 @@ def warmup_loss(
         sm_scale: factor on dot products.
         starts, ends: [T] int32 rows that a token looks at; in a sequence from row `a` on, `a` and its own row + 1.
         lse: [T, h_q] float32, of the dense attention; made here where it is not given.
-        counted, loss_coeff, per_token, relu: as in `cupy_mla.indexer_loss`.
+        counted, loss_coeff, per_token, relu, quantized, scale_format: as in `cupy_mla.indexer_loss`.
         target_bytes: most memory of the target of some tokens, of one token at least.
         group: process group of GPUs that share the heads of q.
 
@@ -108,7 +112,8 @@ def warmup_loss(
                 torch.distributed.all_reduce(target, group=group)
             loss += cupy_mla.dense_indexer_loss(
                 q_index[part], k_index, w[part], target, *ranges, counted=counts[part], per_token=True, relu=relu,
-                accumulate=True, dq_index=dq[part], dk_index=dk, dw=dw[part],
+                quantized=quantized, scale_format=scale_format, accumulate=True, dq_index=dq[part], dk_index=dk,
+                dw=dw[part],
             )[0]  # fmt: skip
     return _Learned.apply(factor * loss, factor, *learned, dq, dk, dw)
 
@@ -161,12 +166,162 @@ class _Attached(torch.autograd.Function):
         return d_out, d_loss, None
 
 
+class SparseMLATraining(torch.nn.Module):
+    """Sparse attention of a layer and its indexer, in training; it has no weights.
+
+    An indexer chooses rows, `choose`, as a server chooses them, by FP8 scores; attention is `cupy_mla.sparse_prefill`
+    over these rows, and the indexer's loss `sparse_indexer_loss`. All of it works under
+    `torch.compile(fullgraph=True)` and with activation checkpointing, to the same bits.
+
+    Args:
+        sm_scale: factor on dot products of the attention.
+        topk: rows that are chosen for a token, up to 4096.
+        attach: the loss comes with `out`, whose backward gives it this gradient (`attach_loss`), a number or a tensor.
+            None: the caller makes the loss part of his own.
+        group: process group of GPUs that share the heads of q; all choose the same rows.
+        settings: `loss_coeff`, `per_token`, `relu`, `quantized`, `scale_format`, `max_workspace_bytes` of
+            `cupy_mla.indexer_loss`. Rows are chosen by this `scale_format`, too, whether the loss is `quantized` or
+            not.
+
+    Example:
+        >>> layer = SparseMLATraining(192**-0.5, topk=2048, quantized=True, attach=1.0)
+        >>> out, loss = layer(q_index, k_index, w, q, kv, (starts, ends))  # loss to be looked at
+        >>> out, loss = layer(q_index, k_index, w, q, kv, indices=indices)  # over lists of a server
+    """
+
+    def __init__(
+        self,
+        sm_scale: float,
+        topk: int = 2048,
+        *,
+        attach: float | torch.Tensor | None = None,
+        group: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.sm_scale, self.topk, self.attach, self.group = sm_scale, topk, attach, group
+        self.settings: dict[str, Any] = settings
+
+    def forward(
+        self,
+        q_index: torch.Tensor,
+        k_index: torch.Tensor,
+        w: torch.Tensor,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        ranges: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        indices: torch.Tensor | None = None,
+        topk_length: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
+        counted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend, and say how far the indexer is from where attention looks.
+
+        Args:
+            q_index: [T, H, 128] bfloat16, k_index [N, 128] bfloat16, w [T, H] float32 with all factors: of the indexer.
+                They learn from the loss alone. Detach what they are made of, so that nothing else learns from it.
+            q: [T, h_q, d_qk] bfloat16, and kv [N, 1, d_qk] bfloat16: queries, weights absorbed, and rows.
+            ranges: starts and ends [T] int32 of the rows that a token sees, among which its rows are chosen.
+            indices: [T, 1, topk] int32, lists in their place.
+            topk_length: [T] int32 lengths of these.
+            attn_sink: [h_q] float32; the loss leaves sinks out.
+            counted: [T] bool, tokens that count in the loss.
+
+        Returns:
+            out [T, h_q, 512] bfloat16, and the loss, float32 of shape []; detached where it is attached to `out`.
+
+        Raises:
+            ValueError: neither or both of ranges and indices are given; or as the operations raise it.
+        """
+        if (ranges is None) == (indices is None):
+            raise ValueError("ranges, indices: expected one of them")
+        lists: Any = indices if ranges is None else self.choose(q_index, k_index, w, *ranges)
+        out, _, lse = cupy_mla.sparse_prefill(q, kv, lists, self.sm_scale, attn_sink=attn_sink, topk_length=topk_length)
+        scores, attention = (q_index, k_index, w), (q, kv, lists, lse, self.sm_scale)
+        settings = {"topk_length": topk_length, "counted": counted, "group": self.group, **self.settings}
+        if self.attach is not None:
+            return with_loss(out, self.attach, scores, *attention, **settings)
+        return out, sparse_indexer_loss(*scores, *attention, gradients=learns(*scores), **settings)
+
+    def choose(
+        self, q_index: torch.Tensor, k_index: torch.Tensor, w: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Lists [T, 1, min(topk, N)] int32, ascending, -1 behind the last row; of `forward`'s arguments.
+
+        Raises:
+            ValueError: the indexer has no relu.
+        """
+        if not self.settings.get("relu", True):
+            raise ValueError("relu: rows are chosen by scores with it; give indices")
+        most = min(self.topk, len(k_index))
+        return chosen_rows(q_index, k_index, w, starts, ends, most, self.settings.get("scale_format", "fp32"))[:, None]
+
+
+def learns(*scores: torch.Tensor) -> bool:
+    """Whether autograd follows one of q_index, k_index and w."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in scores)
+
+
+def with_loss(
+    out: torch.Tensor,
+    scale: float | torch.Tensor,
+    scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    *attention: Any,
+    **settings: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention's result, to which the indexer's loss is attached where it learns, and the loss, detached.
+
+    Args:
+        out, scale: as `attach_loss` takes them.
+        scores: q_index, k_index and w.
+        attention, settings: what `sparse_indexer_loss` takes besides.
+    """
+    loss = sparse_indexer_loss(*scores, *attention, gradients=learns(*scores), **settings)
+    return attach_loss(out, loss, scale) if learns(*scores) else out, loss.detach()
+
+
 @torch.no_grad()
-def quantized_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def chosen_rows(
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    w: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    k: int,
+    scale_format: ScaleFormat = "fp32",
+) -> torch.Tensor:
+    """The k rows from `starts` up to `ends` that an indexer chooses for each token, by FP8 scores as a server does it.
+
+    Args:
+        q_index, k_index, w, starts, ends: as `warmup_loss` takes them; w may lack factors that all heads have.
+        k: up to 4096.
+        scale_format: of queries and keys.
+
+    Returns:
+        [T, k] int32, ascending, -1 behind the last.
+    """
+    k8, scales = quantized_keys(k_index, scale_format)
+    q8, w = quantized_queries(q_index, w, scale_format=scale_format)
+    rows = cupy_mla.select_rows(q8, k8, scales, w, starts, ends, k)
+    return torch.where(rows >= 0, rows + starts.clamp(min=0)[:, None], -1)
+
+
+def quantized_queries(q: torch.Tensor, weights: torch.Tensor, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_indexer_q` of q [T, H, 128] and weights [T, H]. Where H is no multiple of 8, heads of weight zero are
+    added: they change logits by a factor that is the same for all."""
+    missing = -q.shape[1] % 8
+    if missing:
+        q, weights = (torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 2), 0, missing)) for x in (q, weights))
+    return cupy_mla.quantize_indexer_q(q, weights, **more)
+
+
+@torch.no_grad()
+def quantized_keys(keys: torch.Tensor, scale_format: ScaleFormat = "fp32") -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [N, 128] bfloat16 as a server has them in its cache: e4m3 bytes [N, 128] uint8 and scales [N] float32."""
     blocks = -(-len(keys) // BLOCK_SIZE)
     cache = keys.new_empty((blocks, BLOCK_SIZE, INDEXER_FP8.token_bytes), dtype=torch.uint8)
-    cupy_mla.indexer_k_quant_and_cache(keys, cache, torch.arange(len(keys), device=keys.device))
+    cupy_mla.indexer_k_quant_and_cache(keys, cache, torch.arange(len(keys), device=keys.device), scale_format)
     k8 = torch.empty_like(keys, dtype=torch.uint8)
     scales = torch.empty(len(keys), dtype=torch.float32, device=keys.device)
     table = torch.arange(blocks, dtype=torch.int32, device=keys.device)[None]

@@ -41,8 +41,9 @@ from ..ops.cache import concat_and_cache_mla, empty_cache
 from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from ..ops.indices import convert_req_index_to_global_index
 from ..ops.topk import select_rows, select_rows_paged
+from .training import quantized_queries
 from .transformers_training import IndexerLoss, UncachedRows, require_cache
-from .transformers_v4 import PagedV4Cache, PagedV4Layer, attend_v4, choose_v4, quantized_queries
+from .transformers_v4 import PagedV4Cache, PagedV4Layer, attend_v4, choose_v4
 
 if TYPE_CHECKING:
     from .untyped import Untyped as Cache

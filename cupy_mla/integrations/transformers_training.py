@@ -16,7 +16,7 @@ import torch
 from .. import arrays
 from ..ops.attention import sparse_prefill
 from ..ops.topk import select_rows
-from .training import attach_loss, quantized_keys, sparse_indexer_loss
+from .training import quantized_keys, with_loss
 
 __all__ = [
     "IndexerLoss",
@@ -46,10 +46,8 @@ class IndexerLoss:
 
     def attach(self, layer: int, out: torch.Tensor, scores: Scores, *attention: Any, **settings: Any) -> torch.Tensor:
         """The attention's result `out`, which brings the loss of its layer with it: see `sparse_indexer_loss`."""
-        learns = torch.is_grad_enabled() and any(x.requires_grad for x in scores)
-        loss = sparse_indexer_loss(*scores, *attention, gradients=learns, **settings)
-        self.losses[layer] = loss.detach()
-        return attach_loss(out, loss, self.coefficient) if learns else out
+        out, self.losses[layer] = with_loss(out, self.coefficient, scores, *attention, **settings)
+        return out
 
 
 def require_cache(

@@ -30,8 +30,8 @@ from ..metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from ..metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
 from ..ops.attention import sparse_prefill
 from ..ops.cache import empty_cache, quantize_and_insert_k_cache
-from ..ops.logits import quantize_indexer_q
 from ..ops.swa import combine_topk_swa_indices
+from .training import quantized_queries
 from .transformers_training import (
     IndexerLoss,
     Scores,
@@ -239,15 +239,6 @@ class PagedV4Cache(Cache):
         first = (self.length - new) // ratio
         group = torch.arange(self.length - new, self.length, device=rows.device) // ratio - first
         return rows[:, group.clamp(max=rows.shape[1] - 1)].flatten(0, 1)
-
-
-def quantized_queries(q: torch.Tensor, weights: torch.Tensor, **rope: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_indexer_q` of q [T, H, 128] and weights [T, H]. Where H is no multiple of 8, heads of weight zero are
-    added: they change logits by a factor that is the same for all."""
-    missing = -q.shape[1] % 8
-    if missing:
-        q, weights = (torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 2), 0, missing)) for x in (q, weights))
-    return quantize_indexer_q(q, weights, **rope)
 
 
 class UncachedV4Rows:

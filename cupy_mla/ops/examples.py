@@ -300,6 +300,7 @@ def loss_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for heads, tokens, given in (
         (5, 3, more), (16, 2, {"relu": False, "per_token": True, "gradient_dtype": "float32"}), (32, 2, {}),
         (64, wanted.many, {"loss_coeff": 0.5}), (64, 2, {"gradients": False}), (128, 2, {}),
+        (9, 3, {"quantized": True, **more}), (64, 2, {"quantized": True, "scale_format": "ue8m0", "relu": False}),
     ):  # fmt: skip
         arguments = {
             "q_index": _normal(rng, tokens, heads, logits.D), "k_index": _normal(rng, TOKENS, logits.D),

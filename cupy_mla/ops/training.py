@@ -19,9 +19,10 @@ from ..checks.values import check_ranges
 from ..cuda import training as cuda
 from ..dtypes import BFLOAT16, BOOL, FLOAT32, INT32
 from ..reference import training as reference
-from ..typing import A, AnyArray, GradientDtype
+from ..typing import A, AnyArray, GradientDtype, ScaleFormat
 from .attention import HEAD_DIMS
 from .backward import DTYPES, MAX_WORKSPACE_BYTES, MOST_BYTES, dtype_of, require_lists, require_sums
+from .cache import SCALE_FORMATS
 from .logits import D
 
 __all__ = ["attention_target", "dense_attention_target", "dense_indexer_loss", "dense_lse", "indexer_loss"]
@@ -180,6 +181,8 @@ def indexer_loss(
     counted: AnyArray | None = None,
     per_token: bool = False,
     relu: bool = True,
+    quantized: bool = False,
+    scale_format: ScaleFormat = "fp32",
     gradients: bool = True,
     gradient_dtype: GradientDtype = "bfloat16",
     accumulate: bool = False,
@@ -206,7 +209,12 @@ def indexer_loss(
     - Gradients come with the loss, for nothing but the gradient of the loss itself is still to come: a factor. With
       torch the loss differentiates by itself where q_index, k_index or w want a gradient.
     - A token counts that has a valid entry, and `counted`, if that is given. Others have the gradient 0, and nothing
-      comes from them, whatever they hold. A key that no valid entry names is never read and has the gradient 0.
+      comes from them, whatever they hold. Nor does anything come from a key that no valid entry names; its gradient
+      is 0.
+    - `quantized`: q_index and k_index are e4m3 numbers times float32 scales, of a token's head and of a key, in every
+      formula, and scores those of `quantize_indexer_q`, `indexer_k_quant_and_cache` and `indexer_logits`. On a GPU
+      numbers and scales are multiplied apart, so nothing is rounded once more. Gradients go straight through to
+      q_index and k_index, as if rounding were the identity.
     - An entry that names a key once more is an entry of its own in both distributions. `target` and lists have no
       gradient.
     - The same call gives the same bits, run after run: nothing is added by atomics. They do not depend on
@@ -227,11 +235,15 @@ def indexer_loss(
         counted: [T] bool; others do not count, as those of padding.
         per_token: leave out the division by N: the sum over the tokens.
         relu: of the indexer's heads; models of GLM-5's kind have none.
+        quantized: score as inference does, with q_index and k_index rounded to e4m3.
+        scale_format: of their scales, "fp32" or "ue8m0", as `quantize_indexer_q` and `indexer_k_quant_and_cache` take
+            it; only looked at with `quantized`.
         gradients: without, the last three results are None.
         gradient_dtype: of dq_index and dk_index that are allocated. Arrays that are given may have either dtype.
         accumulate: add to what `dk_index` holds, which must be given and float32: for parts of a batch.
         max_workspace_bytes: most memory beside the results, on a GPU; more query tokens are worked on in chunks, of
-            one token at least. A token takes about `topk * (276 + H / 8) + N / 2` bytes.
+            one token at least. A token takes about `topk * (276 + H / 8) + N / 2` bytes; with `quantized` besides
+            `260 * H + 4 * topk`, and a key 260.
         dq_index: [T, H, 128] bfloat16 or float32, written in place when given.
         dk_index: [N, 128] bfloat16 or float32, written in place when given.
         dw: [T, H] float32, written in place when given.
@@ -258,11 +270,11 @@ def indexer_loss(
         topk_length=topk_length, counted=counted, dq_index=dq_index, dk_index=dk_index, dw=dw
     )
     arguments = IndexerLoss(
-        q, k, w_, target_, idx, length, None, None, loss_coeff, counted_, per_token, relu, gradients, accumulate,
-        max_workspace_bytes, None, dq, dk, dw_,
+        q, k, w_, target_, idx, length, None, None, loss_coeff, counted_, per_token, relu, scale_format, gradients,
+        accumulate, max_workspace_bytes, None, dq, dk, dw_,
     )  # fmt: skip
     tokens, keys = _require_indexer(arguments)
-    return _loss(place, arguments, require_lists(idx, tokens, keys, length), gradient_dtype)
+    return _loss(place, arguments, require_lists(idx, tokens, keys, length), gradient_dtype, quantized)
 
 
 @operation
@@ -279,6 +291,8 @@ def dense_indexer_loss(
     counted: AnyArray | None = None,
     per_token: bool = False,
     relu: bool = True,
+    quantized: bool = False,
+    scale_format: ScaleFormat = "fp32",
     gradients: bool = True,
     gradient_dtype: GradientDtype = "bfloat16",
     accumulate: bool = False,
@@ -299,9 +313,11 @@ def dense_indexer_loss(
         w: [T, H] float32, the heads' weights with all factors, as `indexer_logits` takes them.
         target: [T, N] float32, of `dense_attention_target`; nothing is read outside of the ranges.
         starts, ends: [T] int32 keys that a token scores.
-        loss_coeff, counted, per_token, relu, gradients, gradient_dtype, accumulate: as in `indexer_loss`.
+        loss_coeff, counted, per_token, relu, quantized, scale_format, gradients, gradient_dtype, accumulate: as in
+            `indexer_loss`.
         max_workspace_bytes: most memory beside the results, on a GPU; more query tokens are worked on in chunks, of
-            one token at least. A token takes about `N * (268 + H / 8)` bytes.
+            one token at least. A token takes about `N * (268 + H / 8)` bytes; with `quantized` besides
+            `260 * H + 4 * N`, and a key 260.
         dq_index: [T, H, 128] bfloat16 or float32, written in place when given.
         dk_index: [N, 128] bfloat16 or float32, written in place when given.
         dw: [T, H] float32, written in place when given.
@@ -326,12 +342,12 @@ def dense_indexer_loss(
     )
     counted_, dq, dk, dw_ = place.optional(counted=counted, dq_index=dq_index, dk_index=dk_index, dw=dw)
     arguments = IndexerLoss(
-        q, k, w_, target_, None, None, first, end, loss_coeff, counted_, per_token, relu, gradients, accumulate,
-        max_workspace_bytes, None, dq, dk, dw_,
+        q, k, w_, target_, None, None, first, end, loss_coeff, counted_, per_token, relu, scale_format, gradients,
+        accumulate, max_workspace_bytes, None, dq, dk, dw_,
     )  # fmt: skip
     tokens, keys = _require_indexer(arguments)
     _require_ranges(first, end, tokens, keys)
-    return _loss(place, arguments, keys, gradient_dtype)
+    return _loss(place, arguments, keys, gradient_dtype, quantized)
 
 
 def _require_attention(a: Target) -> tuple[int, int, int]:
@@ -367,11 +383,15 @@ def _require_indexer(a: IndexerLoss) -> tuple[int, int]:
     return tokens, a.k_index.require(BFLOAT16, "N", D).shape[0]
 
 
-def _loss(place: Place, a: IndexerLoss, width: int, gradient_dtype: GradientDtype) -> tuple[Any, Any, Any, Any]:
+def _loss(
+    place: Place, a: IndexerLoss, width: int, gradient_dtype: GradientDtype, quantized: bool
+) -> tuple[Any, Any, Any, Any]:
     """Check the other arguments of a loss over lists or ranges of so many entries, and compute it."""
     (tokens, heads, _), keys = a.q_index.shape, a.k_index.shape[0]
     for name in ("per_token", "relu", "gradients", "accumulate"):
         require_bool(name, getattr(a, name))
+    require_bool("quantized", quantized)
+    require_choice("scale_format", a.scale_format, SCALE_FORMATS)
     require_choice("gradient_dtype", gradient_dtype, DTYPES)
     a.target.require(FLOAT32, tokens, width)
     if a.counted is not None:
@@ -387,7 +407,8 @@ def _loss(place: Place, a: IndexerLoss, width: int, gradient_dtype: GradientDtyp
         dk = place.output("dk_index", dk, (keys, D), dtype_of(dk, gradient_dtype))
         dw = place.output("dw", dw, (tokens, heads), FLOAT32)
     arguments = a._replace(
-        loss_coeff=require_scale("loss_coeff", a.loss_coeff), loss=loss, dq_index=dq, dk_index=dk, dw=dw,
+        loss_coeff=require_scale("loss_coeff", a.loss_coeff), scale_format=a.scale_format if quantized else None,
+        loss=loss, dq_index=dq, dk_index=dk, dw=dw,
         max_workspace_bytes=require_integer("max_workspace_bytes", a.max_workspace_bytes, 1, MOST_BYTES),
     )  # fmt: skip
     place.call(cuda.indexer_loss, reference.indexer_loss, arguments)

@@ -36,12 +36,17 @@ def quantize_indexer_q(a: QuantizeQ) -> None:
     elif a.scale_format == "mxfp4":
         a.codes.view(E4M3)[...], scales = mxfp4.widen(*mxfp4.quantize(values))
     else:
-        amax = np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
-        scales = np.maximum(amax, AMAX_FLOOR) / np.float32(E4M3_MAX)
-        if a.scale_format == "ue8m0":
-            scales = np.ldexp(np.float32(1), _ceil_log2(scales))
-        a.codes.view(E4M3)[...] = np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX).astype(E4M3)
+        a.codes.view(E4M3)[...], scales = rounded(values, AMAX_FLOOR, a.scale_format)
     a.w[...] = a.weights.astype(np.float32) * scales * np.float32((a.q.shape[1] * D) ** -0.5)
+
+
+def rounded(values: np.ndarray, floor: np.float32, scale_format: str) -> tuple[np.ndarray, np.ndarray]:
+    """Float32 values [..., 128] as e4m3 numbers, and their scales [...] float32, of magnitudes of at least `floor`."""
+    amax = np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
+    scales = np.maximum(amax, floor) / np.float32(E4M3_MAX)
+    if scale_format == "ue8m0":
+        scales = np.ldexp(np.float32(1), _ceil_log2(scales))
+    return np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX).astype(E4M3), scales
 
 
 def _rotated(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, interleaved: bool) -> np.ndarray:

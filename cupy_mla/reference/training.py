@@ -6,6 +6,9 @@ import numpy as np
 
 from ..arguments import IndexerLoss, Target
 from ..dtypes import FLOAT32
+from .cache import AMAX_FLOOR as KEY_FLOOR
+from .logits import AMAX_FLOOR as QUERY_FLOOR
+from .logits import rounded
 
 LEAST = np.float32(1e-10)  # of a sum that is divided by, and of what a logarithm is taken of
 
@@ -58,7 +61,7 @@ def indexer_loss(a: IndexerLoss) -> None:
         places, entries = _support(a, i, keys)
         if len(places) == 0 or not counted[i]:
             continue
-        q, rows = a.q_index[i].astype(FLOAT32), a.k_index[entries].astype(FLOAT32)
+        q, rows = _scored(a, a.q_index[i], QUERY_FLOOR), _scored(a, a.k_index[entries], np.float32(KEY_FLOOR))
         kl, d_scores, z = _divergence(a, q @ rows.T, i, places)
         loss += kl
         if a.gradients:
@@ -71,6 +74,15 @@ def indexer_loss(a: IndexerLoss) -> None:
     a.loss[...] = np.float32(g) * loss
     if a.gradients:
         a.dk_index[...] = dk
+
+
+def _scored(a: IndexerLoss, values: np.ndarray, floor: np.float32) -> np.ndarray:
+    """Queries or keys [n, 128] as they are scored, in float32."""
+    values = values.astype(FLOAT32)
+    if a.scale_format is None:
+        return values
+    codes, scales = rounded(values, floor, a.scale_format)
+    return codes.astype(FLOAT32) * scales[:, None]
 
 
 def _divergence(a: IndexerLoss, z: np.ndarray, i: int, places: np.ndarray) -> tuple[np.float32, np.ndarray, np.ndarray]:

@@ -16,8 +16,11 @@
 // Keys beyond the list's end are zeros, and so is their dI. Sums have one order, so bits follow from the token's own
 // arguments.
 //
+// QUANTIZED: Q and K are e4m3 numbers (round_rows.cu), times a scale a head and a scale a key. A head's scale goes into its
+// weight wherever Q is a factor; a key's into the score, and into the dI that U is made of, a second plane of them.
+//
 // Shared memory, bytes: 256 HEADS of Q, 4 HEADS of weights; twice a tile: keys 256, dI 4, times TILE_KEYS, and 8 HEADS of
-// bits. 64 heads: 50,944; 128: 68,608.
+// bits. 64 heads: 50,944; 128: 68,608. QUANTIZED: 4 HEADS of scales and 8 TILE_KEYS more.
 #include "ptx/arithmetic.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/matrix.cuh"
@@ -37,9 +40,11 @@ static_assert(COLUMN_GROUPS * HEADS == 16 * WARPS && COLUMNS % 16 == 0, "");
 constexpr float LEAST = 1e-10f;  // of a sum that divides, and of what a logarithm is taken of
 
 constexpr int BITS_BYTES = TILE_KEYS / 16 * N_TILES * 16;
-constexpr int D_SCORES_AT = TILE_KEYS * LINE, BITS_AT = D_SCORES_AT + 4 * TILE_KEYS, TILE_BYTES = BITS_AT + BITS_BYTES;
-constexpr int Q_AT = 0, TILES_AT = Q_AT + HEADS * LINE, W_AT = TILES_AT + 2 * TILE_BYTES,
-              SHARED_BYTES = W_AT + 4 * HEADS;
+constexpr int PLANES = QUANTIZED ? 2 : 1;  // of dI: as it is; times the keys' scales
+constexpr int D_SCORES_AT = TILE_KEYS * LINE, SCALED_AT = D_SCORES_AT + (PLANES - 1) * 4 * TILE_KEYS,
+              BITS_AT = SCALED_AT + 4 * TILE_KEYS, TILE_BYTES = BITS_AT + BITS_BYTES;
+constexpr int Q_AT = 0, TILES_AT = Q_AT + HEADS * LINE, W_AT = TILES_AT + 2 * TILE_BYTES, SCALES_AT = W_AT + 4 * HEADS,
+              SHARED_BYTES = SCALES_AT + (QUANTIZED ? 4 * HEADS : 0);
 static_assert(TILES_AT % 128 == 0 && TILE_BYTES % 128 == 0 && SHARED_BYTES <= 99 * 1024, "");
 
 // cupy_mla/cuda/training.py declares the same fields.
@@ -52,7 +57,9 @@ struct IndexerLossParams {
     const int32_t* places;  // [tokens, topk] where they stood in their list
     const int32_t* counts;  // [tokens] how many they are
     const int32_t* number;  // of tokens that count, or null: nothing divides
-    float* scores;          // [tokens, padded], then dI
+    const float* q_scales;  // [tokens, heads]; null where not QUANTIZED
+    const float* k_scales;  // [keys]; null where not QUANTIZED
+    float* scores;          // [tokens, PLANES, padded], then dI
     Vec16* bits;            // [tokens, padded / 16, N_TILES]
     float* divergences;     // [tokens]
     bf16* contributions;    // [tokens, topk, D]; null: no gradients
@@ -80,6 +87,13 @@ __device__ __forceinline__ uint32_t key_chunk(int tile, int line, int chunk) {
     return tile_at(tile) + line * LINE + swizzle(line, chunk);
 }
 __device__ __forceinline__ float& weight(int head) { return reinterpret_cast<float*>(shared + W_AT)[head]; }
+__device__ __forceinline__ float& scale(int head) { return reinterpret_cast<float*>(shared + SCALES_AT)[head]; }
+
+// x times the head's scale.
+__device__ __forceinline__ float scaled(float x, int head) {
+    if constexpr (QUANTIZED) x *= scale(head);
+    return x;
+}
 
 // The CTA's token.
 struct Token {
@@ -97,11 +111,16 @@ struct Token {
                 p.rows + entries,
                 p.places + entries,
                 p.target + index * p.target_token,
-                p.scores + padded,
+                p.scores + PLANES * padded,
                 p.bits + padded / 16 * N_TILES};
     }
     __device__ __forceinline__ const bf16* key(const IndexerLossParams& p, int entry) const {
         return entry < count ? p.k + rows[entry] * p.k_row : nullptr;
+    }
+    // x times the key's scale.
+    __device__ __forceinline__ float scaled(const IndexerLossParams& p, int entry, float x) const {
+        if constexpr (QUANTIZED) x *= p.k_scales[rows[entry]];
+        return x;
     }
 };
 
@@ -114,6 +133,9 @@ __device__ __forceinline__ void bring_heads(const IndexerLossParams& p, const To
         store_shared_16(q_chunk(head, chunk),
                         exists ? load_chunk(q + head * p.q_head + CHUNK * chunk, p.aligned) : Vec16{});
         if (chunk == 0) weight(head) = exists ? p.w[token.index * p.w_token + head] : 0.0f;
+        if constexpr (QUANTIZED) {
+            if (chunk == 0) scale(head) = exists ? p.q_scales[int64_t(token.index) * p.heads + head] : 0.0f;
+        }
     }
 }
 
@@ -148,7 +170,8 @@ __device__ __forceinline__ float find_scores(const IndexerLossParams& p, const T
                     mma_m16n8k16(z[m], {low.z, high.z, low.w, high.w}, b.z, b.w);
                 }
             }
-            const float w[2] = {weight(8 * j + 2 * t), weight(8 * j + 2 * t + 1)};
+            const int head = 8 * j + 2 * t;
+            const float w[2] = {scaled(weight(head), head), scaled(weight(head + 1), head + 1)};
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 uint32_t words[4];  // [2 i + k]: bit 4 g + t is of key 8 i + g, head 2 t + k
@@ -162,9 +185,10 @@ __device__ __forceinline__ float find_scores(const IndexerLossParams& p, const T
                     token.bits[(first / 16 + m) * N_TILES + j] = {words[0], words[1], words[2], words[3]};
             }
         }
-        const float score = quad_sum_of_mine(sums, t);
+        const float sum = quad_sum_of_mine(sums, t);
         const int entry = first + 8 * t + g;
         if (entry < token.count) {
+            const float score = token.scaled(p, entry, sum);
             token.scores[entry] = score;
             largest = fmaxf(largest, score);
         }
@@ -213,6 +237,9 @@ __device__ __forceinline__ void compare(const IndexerLossParams& p, const Token&
             d_score = g * (predicted - target);
         }
         token.scores[entry] = d_score;
+        if constexpr (QUANTIZED) {
+            token.scores[p.padded + entry] = entry < token.count ? token.scaled(p, entry, d_score) : 0.0f;
+        }
     }
     divergence = cta_sum(divergence);
     if (threadIdx.x == 0) p.divergences[token.index] = divergence;
@@ -225,7 +252,7 @@ __device__ __forceinline__ void weigh_queries() {
         const int head = item / CHUNKS;
         const uint32_t at = q_chunk(head, item % CHUNKS);
         const Vec16 v = load_shared_16(at);
-        const float w = weight(head);
+        const float w = scaled(weight(head), head);
         const auto times_w = [w](uint32_t two) { return pack_bf16x2(w * bf16_low(two), w * bf16_high(two)); };
         store_shared_16(at, {times_w(v.x), times_w(v.y), times_w(v.z), times_w(v.w)});
     }
@@ -245,8 +272,11 @@ __device__ __forceinline__ void bring_tile(const IndexerLossParams& p, const Tok
             store_shared_16(to, key == nullptr ? Vec16{} : load_chunk(key + CHUNK * chunk, false));
         }
     }
-    if (threadIdx.x < TILE_KEYS / 4)
-        cp_async_16(tile_at(tile) + D_SCORES_AT + 16 * threadIdx.x, token.scores + first + 4 * threadIdx.x, true);
+    if (threadIdx.x < PLANES * TILE_KEYS / 4) {
+        const int plane = threadIdx.x / (TILE_KEYS / 4), item = threadIdx.x % (TILE_KEYS / 4);
+        cp_async_16(tile_at(tile) + D_SCORES_AT + 16 * threadIdx.x, token.scores + plane * p.padded + first + 4 * item,
+                    true);
+    }
     for (int item = threadIdx.x; item < BITS_BYTES / 16; item += THREADS)
         cp_async_16(tile_at(tile) + BITS_AT + 16 * item, token.bits + first / 16 * N_TILES + item, true);
     cp_async_commit();
@@ -273,7 +303,7 @@ __device__ __forceinline__ void multiply_heads(int tile, OfHeads& u) {
     const int heads = warp / COLUMN_GROUPS * 2, column = warp % COLUMN_GROUPS * COLUMNS;
 #pragma unroll
     for (int keys = 0; keys < TILE_KEYS / 16; ++keys) {
-        const uint32_t at = tile_at(tile) + D_SCORES_AT + 4 * (16 * keys + 2 * t);
+        const uint32_t at = tile_at(tile) + SCALED_AT + 4 * (16 * keys + 2 * t);
         uint32_t a[4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -350,6 +380,7 @@ __device__ __forceinline__ void write_gradients(const IndexerLossParams& p, cons
             }
         }
         dw = quad_sum(dw);
+        if (counts) dw = scaled(dw, head);
         if (t == 0) of_columns[warp][line] = dw;
     }
     __syncthreads();

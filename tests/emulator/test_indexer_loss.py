@@ -7,7 +7,7 @@ import pytest
 
 from ..kinds import BF16, gapped
 from ..ops import test_training as of_operation
-from ..training import FLOAT32, check, inputs, with_everything
+from ..training import FLOAT32, check, inputs, of_all_sizes, with_everything
 from .emulator import needs_compiler
 
 pytestmark = needs_compiler
@@ -24,6 +24,15 @@ def test_everything(kind, rng, gaps, dtype):
     """No relu, a sum over tokens, any strides, keys at any address; more entries than the CTA has at a time."""
     a = with_everything(rng, inputs(rng, 5, 60, 400, 300, relu=dtype == BF16, per_token=True))
     check(kind, a._replace(k=gapped(a.k, 0, 1)), dtype, gaps)
+
+
+@pytest.mark.parametrize(("heads", "scale_format"), [(16, "fp32"), (32, "ue8m0"), (60, "fp32"), (128, "fp32")])
+def test_quantized(kind, rng, heads, scale_format):
+    """Queries and keys in e4m3; more entries than a tile, chunks of one token, and of all."""
+    a = of_all_sizes(rng, inputs(rng, 4, heads, 90, 150, scale_format=scale_format))
+    a = with_everything(rng, a)._replace(length=np.array([150, 64, 1, 0], np.int32))
+    check(kind, a)
+    check(kind, a, max_workspace_bytes=1)
 
 
 def test_predictions_that_underflow(kind, rng):

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import cupy_mla
 from tests import backward, kinds
+from tests import oracle_training as oracle
 from tests.kinds import NumPy
 from tests.oracle_training import Loss
 from tests.training import inputs, with_everything
@@ -47,6 +48,12 @@ def plain(q: Any, k: Any, w: Any, target: Any, lists: Any, relu: bool = True) ->
     return torch.where(there, p * (p.clamp(min=1e-10).log() - log_pred), 0.0).sum() / len(q)
 
 
+def straight_through(x: Any, floor: float, scale_format: str = "fp32") -> Any:
+    """x in float64 through e4m3; what it is rounded to has its gradient."""
+    values = oracle.rounded(x.detach().float().cpu().numpy().reshape(-1, 128), floor, scale_format)
+    return x.double() + (torch.from_numpy(values).to(x.device).view(x.shape) - x.detach().double())
+
+
 def gradients(loss: Any, given: dict[str, Any]) -> list[Any]:
     return [*torch.autograd.grad(loss, [given[name] for name in ("q_index", "k_index", "w")])]
 
@@ -70,6 +77,29 @@ def test_gradients(kind, rng, relu):
     compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
     for loss in (compiled(*given.values()), checkpoint(loss_of, *given.values(), use_reentrant=False)):
         assert all(torch.equal(x, y) for x, y in zip(gradients(3 * loss, given), eager, strict=True))
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
+def test_quantized_gradients(kind, rng, scale_format):
+    """Straight through to queries and keys; eager and compiled."""
+    a = inputs(rng, 5, 12, 40, 30)
+    a = a._replace(k=np.nan_to_num(a.k.astype(np.float32)).astype(a.k.dtype))
+    a.indices[:, 0] = 3
+    given = arguments(kind, a)
+    q, k, *others = given.values()
+    rounded = straight_through(q, 1e-10, scale_format), straight_through(k, 1e-4, scale_format)
+    wanted = gradients(plain(*rounded, *others), given)
+    of_bf16 = gradients(plain(q, k, *others), given)
+
+    def loss_of(*tensors: Any) -> Any:
+        return cupy_mla.indexer_loss(*tensors, quantized=True, scale_format=scale_format)[0]
+
+    eager = gradients(loss_of(*given.values()), given)
+    for got, want, other in zip(eager, wanted, of_bf16, strict=True):
+        assert torch.linalg.vector_norm(got.double() - want.double()) < 0.01 * torch.linalg.vector_norm(want.double())
+        assert torch.linalg.vector_norm(got.double() - other.double()) > 0.02 * torch.linalg.vector_norm(want.double())
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(x, y) for x, y in zip(gradients(compiled(*given.values()), given), eager, strict=True))
 
 
 def test_what_has_no_gradient(kind, rng):
@@ -118,8 +148,8 @@ def test_a_layer(kind, rng):
     assert torch.equal(again[0], loss)
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_warm_up(kind, rng, per_token):
+@pytest.mark.parametrize(("per_token", "quantized"), [(False, False), (True, False), (False, True)])
+def test_warm_up(kind, rng, per_token, quantized):
     """In parts, over packed sequences: the loss of all at once, and its gradients; of lse that is given, too."""
     tokens, packed = 23, np.array([0] * 9 + [9] * 14, np.int32)
     a, b = inputs(rng, tokens, 4, tokens, 5), backward.inputs(rng, tokens, 12, 576, tokens, 5, size=1.0)
@@ -128,7 +158,7 @@ def test_warm_up(kind, rng, per_token):
     q, kv = kind.put(b.q), kind.put(np.nan_to_num(b.kv.astype(np.float32)).astype(b.kv.dtype))
     starts, ends = kind.put(packed), kind.put(np.arange(1, tokens + 1, dtype=np.int32))
     counted = kind.put(np.arange(tokens) != 4)
-    of = {"counted": counted, "per_token": per_token, "loss_coeff": 0.5}
+    of = {"counted": counted, "per_token": per_token, "loss_coeff": 0.5, "quantized": quantized}
     lse = cupy_mla.dense_lse(q, kv, 0.1, starts, ends)
     target = cupy_mla.dense_attention_target(q, kv, lse, 0.1, starts, ends)
     loss, *_ = cupy_mla.dense_indexer_loss(*learned, target, starts, ends, **of)
@@ -163,6 +193,103 @@ def test_compiled_whole(kind, rng):
     got, want = (torch.autograd.grad(f(q, *learned), (q, *learned)) for f in (compiled, layer))
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
     assert all(x.abs().max() > 0 for x in got)
+
+
+class Layer(NamedTuple):
+    """Of `SparseMLATraining`: q_index, k_index, w, q and kv, which want gradients; ranges of two packed sequences."""
+
+    tensors: list[Any]
+    sink: Any
+    ranges: tuple[Any, Any]
+
+    @classmethod
+    def make(cls, kind: NumPy, rng: np.random.Generator, heads: int = 12) -> Layer:
+        tokens, first = 21, np.array([0] * 9 + [9] * 12, np.int32)
+        a, b = inputs(rng, tokens, heads, tokens, 5), backward.inputs(rng, tokens, 6, 576, tokens, 5, size=1.0)
+        k, kv = (rng.standard_normal(x.shape, np.float32).astype(a.k.dtype) for x in (a.k, b.kv))
+        tensors = [kind.put(x).requires_grad_() for x in (a.q, k, a.w, b.q, kv)]
+        ranges = kind.put(first), kind.put(np.arange(1, tokens + 1, dtype=np.int32))
+        return cls(tensors, kind.put(rng.standard_normal(6, np.float32)).requires_grad_(), ranges)
+
+    def gradients(self, out: Any, loss: Any = None) -> list[Any]:
+        """Of a sum of both; the last one is that of the sinks."""
+        total = out.double().square().sum() + (0 if loss is None else 2 * loss)
+        return [*torch.autograd.grad(total, [*self.tensors, self.sink])]
+
+    def plain(self, lists: Any, quantized: bool) -> tuple[Any, Any]:
+        """out and loss in float64, of torch's own operations."""
+        q_index, k_index, w, q, kv = (x.double() for x in self.tensors)
+        if quantized:
+            q_index, k_index = straight_through(self.tensors[0], 1e-10), straight_through(self.tensors[1], 1e-4)
+        there, rows = lists >= 0, kv[:, 0][lists.clamp(min=0).long()]
+        logits = torch.where(there[:, None], 0.1 * torch.einsum("ihd,ijd->ihj", q, rows), -torch.inf)
+        p, sigma = logits.softmax(-1), torch.sigmoid(logits.logsumexp(-1) - self.sink.double())
+        out = torch.einsum("ihj,ijd->ihd", p, rows[..., :512]) * sigma[..., None]
+        return out, plain(q_index, k_index, w, p.sum(1).detach(), lists[:, None])
+
+
+@pytest.mark.parametrize(("heads", "quantized"), [(12, True), (16, False)])
+def test_module(kind, rng, heads, quantized):
+    """Over rows that the indexer chooses: gradients of everything against float64; compiled, checkpointed, attached to
+    the bits of eager ones."""
+    layer, topk = Layer.make(kind, rng, heads), 7
+    module = training.SparseMLATraining(0.1, topk, quantized=quantized)
+
+    def forward(*tensors: Any) -> tuple[Any, Any]:
+        return module(*tensors, layer.ranges, attn_sink=layer.sink)
+
+    out, loss = forward(*layer.tensors)
+    lists = module.choose(*layer.tensors[:3], *layer.ranges)[:, 0]
+    check_choice(layer, lists, topk)
+    eager, want_out_loss = layer.gradients(out, loss), layer.plain(lists, quantized)
+    assert torch.allclose(loss.double(), want_out_loss[1], rtol=1e-3)
+    for got, want in zip(eager, layer.gradients(*want_out_loss), strict=True):
+        assert (got.double() - want.double()).norm() < 0.01 * want.double().norm()
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    attached = training.SparseMLATraining(0.1, topk, quantized=quantized, attach=2.0)
+    out, known = attached(*layer.tensors, layer.ranges, attn_sink=layer.sink)
+    assert torch.equal(known, loss.detach())
+    for result in (compiled(*layer.tensors), checkpoint(forward, *layer.tensors, use_reentrant=False), (out, None)):
+        assert all(torch.equal(x, y) for x, y in zip(layer.gradients(*result), eager, strict=True))
+
+
+def check_choice(layer: Layer, lists: Any, topk: int) -> None:
+    """The rows of the highest scores in float64 of what is rounded, each from its own sequence, ascending."""
+    q, k = straight_through(layer.tensors[0], 1e-10), straight_through(layer.tensors[1], 1e-4)
+    scores = torch.einsum("ih,ihj->ij", layer.tensors[2].double(), torch.einsum("ihd,jd->ihj", q, k).relu())
+    for i, (start, end) in enumerate(zip(*(x.tolist() for x in layer.ranges), strict=True)):
+        found = [row for row in lists[i].tolist() if row >= 0]
+        want = scores[i, start:end].topk(min(topk, end - start)).indices + start
+        assert found == sorted(want.tolist())
+
+
+def test_module_over_given_lists(kind, rng):
+    """As over those it chose, without a gradient of what does not learn; and what it cannot do."""
+    layer = Layer.make(kind, rng)
+    module = training.SparseMLATraining(0.1, 7, loss_coeff=0.5)
+    lists, counted = module.choose(*layer.tensors[:3], *layer.ranges), kind.put(rng.random(21) < 0.7)
+    want = module(*layer.tensors, layer.ranges, counted=counted)
+    got = module(*layer.tensors, indices=lists, counted=counted)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert not torch.equal(module(*layer.tensors, indices=lists)[1], got[1])
+    frozen = [x.detach() for x in layer.tensors[:3]]
+    for attach in (None, 1.0):
+        out, loss = training.SparseMLATraining(0.1, 7, loss_coeff=0.5, attach=attach)(
+            *frozen, *layer.tensors[3:], indices=lists, counted=counted
+        )
+        assert torch.equal(loss, got[1])
+        assert (out.requires_grad, loss.requires_grad) == (True, False)
+    short = module(*layer.tensors, indices=lists, topk_length=torch.full_like(lists[:, 0, 0], 2))
+    first = module(*layer.tensors, indices=lists[..., :2].contiguous())
+    assert torch.equal(short[0], first[0])
+    assert torch.allclose(short[1], first[1], rtol=1e-5)
+    for more in ({}, {"ranges": layer.ranges, "indices": lists}):
+        with pytest.raises(ValueError, match=r"^ranges, indices: expected one of them"):
+            module(*layer.tensors, **more)
+    without = training.SparseMLATraining(0.1, 7, relu=False)
+    with pytest.raises(ValueError, match=r"^relu: "):
+        without(*layer.tensors, layer.ranges)
+    assert without(*layer.tensors, indices=lists)[1] != module(*layer.tensors, indices=lists)[1]
 
 
 RANK = """

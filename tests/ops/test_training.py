@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import cupy_mla
+from cupy_mla.typing import ScaleFormat
 
 from .. import backward
 from .. import oracle_training as oracle
@@ -22,6 +23,7 @@ from ..training import (
     check_loss,
     check_target,
     inputs,
+    of_all_sizes,
     over_ranges,
     run,
     with_everything,
@@ -66,6 +68,53 @@ def test_everything(kind, rng, heads, dtype, gaps, relu, per_token):
     """Lists of all lengths, duplicates, tokens that do not count, no relu, a sum over tokens, dtypes, any strides."""
     a = inputs(rng, 6, heads, 60, 90, relu=relu, per_token=per_token)
     check(kind, with_everything(rng, a), dtype, gaps)
+
+
+@pytest.mark.parametrize(
+    ("heads", "scale_format", "gaps", "relu"),
+    [
+        (1, "fp32", None, True),
+        (20, "ue8m0", (1, 2, 8), True),
+        (64, "fp32", None, False),
+        (128, "fp32", (0, 1, 3), True),
+    ],
+)
+def test_quantized(kind, rng, heads, scale_format, gaps, relu):
+    """Queries and keys in e4m3: gradients are those by what is rounded."""
+    a = of_all_sizes(rng, inputs(rng, 5, heads, 60, 90, relu=relu, scale_format=scale_format))
+    check(kind, with_everything(rng, a), gaps=gaps)
+
+
+def check_scores_of_inference(kind: NumPy, rng: np.random.Generator, scale_format: ScaleFormat) -> None:
+    """Token by token the quantized loss is that of the logits by which inference chooses; that of bfloat16 differs."""
+    tokens, heads, keys = 5, 16, 70
+    a = inputs(rng, tokens, heads, keys, keys)
+    live = np.sort(a.indices[(a.indices >= 0) & (a.indices < keys)])
+    every = np.tile(np.arange(keys, dtype=np.int32), (tokens, 1))
+    a = a._replace(indices=np.where(np.isin(every, live), every, -1), w=3 * a.w)
+    a = of_all_sizes(rng, a._replace(k=np.nan_to_num(a.k.astype(np.float32)).astype(BF16)))
+    q8, w = cupy_mla.quantize_indexer_q(a.q, a.w, scale_format=scale_format)
+    cache = np.empty((1, keys, 132), np.uint8)
+    cupy_mla.indexer_k_quant_and_cache(a.k, cache, np.arange(keys), scale_format)
+    codes, scales = cache.reshape(-1)[: 128 * keys].reshape(keys, 128), cache.reshape(-1)[128 * keys :].view(FLOAT32)
+    starts, ends = np.zeros(tokens, np.int32), np.full(tokens, keys, np.int32)
+    logits = cupy_mla.indexer_logits(q8, codes, scales, w, starts, ends).astype(np.float64) * (heads * 128) ** 0.5
+    apart = []
+    for i in range(tokens):
+        seen = a.support(i)
+        p, scores = a.target[i, seen].astype(np.float64), logits[i, seen] - logits[i, seen].max()
+        p /= p.sum()
+        want = (p * (np.log(np.maximum(p, 1e-10)) - scores + np.log(np.exp(scores).sum()))).sum()
+        of_token = a._replace(counted=np.arange(tokens) == i)
+        loss, *_ = run(kind, of_token._replace(scale_format=scale_format), gradients=False)
+        assert float(kind.take(loss)) == pytest.approx(want, rel=2e-5)
+        apart.append(abs(float(kind.take(run(kind, of_token, gradients=False)[0])) / want - 1))
+    assert max(apart) > 2e-4
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
+def test_scores_of_inference(kind, rng, scale_format):
+    check_scores_of_inference(kind, rng, scale_format)
 
 
 def check_predictions_that_underflow(kind: NumPy, rng: np.random.Generator) -> None:
@@ -168,9 +217,11 @@ def test_accumulate(kind, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scale_format", [None, "fp32"])
 @pytest.mark.parametrize("library", ["cupy", "torch_cuda"])
-def test_bits_do_not_depend_on_lists_and_workspace(rng, library):
-    check_bits_whatever(make(library), inputs(rng, 300, 64, 700, 200), (1, 5 << 20, 9 << 20))
+def test_bits_do_not_depend_on_lists_and_workspace(rng, library, scale_format):
+    a = inputs(rng, 300, 64, 700, 200, scale_format=scale_format)
+    check_bits_whatever(make(library), a, (1, 5 << 20, 9 << 20))
 
 
 @pytest.mark.parametrize(("h_q", "d_qk", "gap"), [(1, 576, None), (40, 512, 3), (128, 576, None)])
@@ -196,8 +247,10 @@ def test_dense_attention(kind, rng, h_q, d_qk, gap):
 @pytest.mark.parametrize(
     ("tokens", "heads", "keys", "gaps"), [(1, 1, 1, None), (6, 20, 90, (1, 2, 8)), (3, 128, 200, None)]
 )
-def test_dense_loss(kind, rng, tokens, heads, keys, gaps):
-    check(kind, over_ranges(rng, with_everything(rng, inputs(rng, tokens, heads, keys, 5))), gaps=gaps)
+@pytest.mark.parametrize("scale_format", [None, "fp32"])
+def test_dense_loss(kind, rng, tokens, heads, keys, gaps, scale_format):
+    a = with_everything(rng, inputs(rng, tokens, heads, keys, 5, scale_format=scale_format))
+    check(kind, over_ranges(rng, a), gaps=gaps)
 
 
 def test_ranges_are_lists(kind, rng):
