@@ -301,6 +301,7 @@ def loss_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         (5, 3, more), (16, 2, {"relu": False, "per_token": True, "gradient_dtype": "float32"}), (32, 2, {}),
         (64, wanted.many, {"loss_coeff": 0.5}), (64, 2, {"gradients": False}), (128, 2, {}),
         (9, 3, {"quantized": True, **more}), (64, 2, {"quantized": True, "scale_format": "ue8m0", "relu": False}),
+        (32, 2, {"quantized": True}), (128, 2, {"quantized": True}),
     ):  # fmt: skip
         arguments = {
             "q_index": _normal(rng, tokens, heads, logits.D), "k_index": _normal(rng, TOKENS, logits.D),
