@@ -4,7 +4,7 @@ same rows: gradients of every parameter, and what the indexers learn."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
@@ -63,10 +63,15 @@ Gradients = dict[str, Any]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """On a GPU with torch's deterministic algorithms: its own sums over experts and tokens are made by atomics else."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch has no CUDA")
-    return request.param
+    if request.param == "cuda":
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
 
 
 def world_of(name: str, device: str, rng: np.random.Generator, dtype: str = "float32", **more: Any) -> SimpleNamespace:
