@@ -10,7 +10,8 @@ pytestmark = needs_compiler
 
 
 def test_sizes(kind, rng):
-    of_operation.test_dense_loss(kind, rng, 6, 12, 300, (1, 2, 8))
+    for scale_format in (None, "fp32"):
+        of_operation.test_dense_loss(kind, rng, 6, 12, 300, (1, 2, 8), scale_format)
 
 
 def test_chunks(kind, rng):
