@@ -21,11 +21,9 @@ from .training import quantized_keys, with_loss
 __all__ = [
     "IndexerLoss",
     "Scores",
+    "Uncached",
     "UncachedRows",
-    "given_rows",
-    "is_token",
     "require_cache",
-    "require_trainable",
     "select",
 ]
 
@@ -141,7 +139,43 @@ def select(
     return select_rows(q8, k8, scales, w, starts, starts + seen, k)
 
 
-class UncachedRows:
+class Uncached:
+    """What a layer knows of one forward pass without a cache.
+
+    Attributes:
+        tokens: [R, n] bool, False for padding.
+        given: [R, n, k] what its indexer is to choose; None where it chooses by itself.
+        scores: what its indexer scores with; None without one.
+    """
+
+    def __init__(
+        self,
+        attention: Any,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None,
+        chosen_rows: Mapping[int, torch.Tensor] | None,
+    ) -> None:
+        require_trainable(attention)
+        requests, new, _ = hidden_states.shape
+        self._layer: int = attention.layer_idx
+        self._learning: IndexerLoss | None = attention.indexer_loss
+        self.scores: Scores | None = None
+        self.given: torch.Tensor | None = given_rows(attention, chosen_rows, (requests, new))
+        self.tokens: torch.Tensor = is_token(mask, hidden_states)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the layer has an indexer, which has a loss."""
+        return self._learning is not None and self.scores is not None
+
+    def attach(self, out: torch.Tensor, *attention: Any) -> torch.Tensor:
+        """The attention's result with the indexer's loss attached, where it learns: see `IndexerLoss.attach`."""
+        if self._learning is None or self.scores is None:
+            return out
+        return self._learning.attach(self._layer, out, self.scores, *attention)
+
+
+class UncachedRows(Uncached):
     """Latent rows of one forward pass of a layer, in the place of a `PagedLatentLayer`.
 
     Several sequences may be packed into a request, where its mask keeps them apart, or, without a mask, its positions.
@@ -149,7 +183,6 @@ class UncachedRows:
     Attributes:
         first: [R, n] int32 the first token that each sees, counted from the request's.
         seen: [R, n] int32 tokens that each sees from there on, itself included; 0 for padding.
-        scores: what the layer's indexer scores with; None without one.
     """
 
     def __init__(
@@ -160,13 +193,9 @@ class UncachedRows:
         position_ids: torch.Tensor | None,
         chosen_rows: Mapping[int, torch.Tensor] | None,
     ) -> None:
-        require_trainable(attention)
+        super().__init__(attention, hidden_states, mask, chosen_rows)
         requests, new, _ = hidden_states.shape
-        self.layer: int = attention.layer_idx
-        self.learning: IndexerLoss | None = attention.indexer_loss
-        self.scores: Scores | None = None
-        self._given = given_rows(attention, chosen_rows, (requests, new))
-        tokens, place = is_token(mask, hidden_states), torch.arange(new, device=hidden_states.device)
+        tokens, place = self.tokens, torch.arange(new, device=hidden_states.device)
         if mask is None:
             if position_ids is None:
                 raise ValueError("position_ids: expected them where there is no attention_mask")
@@ -192,8 +221,8 @@ class UncachedRows:
 
     def choose(self, q8: torch.Tensor, w: torch.Tensor, topk: int) -> torch.Tensor:
         """See `PagedLatentLayer.choose`; here places are counted from the first token that a token sees."""
-        if self._given is not None:
-            return self._given
+        if self.given is not None:
+            return self.given
         k = min(topk, self.seen.shape[1])
         rows = select(q8, w, self.keys.detach(), self._starts(), self.seen.flatten(), k)
         return rows.view(*self.seen.shape, k)
@@ -204,9 +233,7 @@ class UncachedRows:
         lists = (topk.int().flatten(0, 1) + self._starts()[:, None]).where(there.flatten(0, 1), -1)[:, None]
         attention = (q.to(torch.bfloat16), self.rows.flatten(0, 1)[:, None], lists)
         out, _, lse = sparse_prefill(*attention, scale)
-        if self.learning is not None and self.scores is not None:
-            out = self.learning.attach(self.layer, out, self.scores, *attention, lse, scale)
-        return out
+        return self.attach(out, *attention, lse, scale)
 
     def _starts(self) -> torch.Tensor:
         """[R * n] int32 row of the first token that each sees."""

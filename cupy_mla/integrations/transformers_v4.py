@@ -32,15 +32,7 @@ from ..ops.attention import sparse_prefill
 from ..ops.cache import empty_cache, quantize_and_insert_k_cache
 from ..ops.swa import combine_topk_swa_indices
 from .training import quantized_queries
-from .transformers_training import (
-    IndexerLoss,
-    Scores,
-    given_rows,
-    is_token,
-    require_cache,
-    require_trainable,
-    select,
-)
+from .transformers_training import Uncached, require_cache, select
 
 if TYPE_CHECKING:
     from .untyped import Untyped as Cache
@@ -241,12 +233,10 @@ class PagedV4Cache(Cache):
         return rows[:, group.clamp(max=rows.shape[1] - 1)].flatten(0, 1)
 
 
-class UncachedV4Rows:
+class UncachedV4Rows(Uncached):
     """Rows of one forward pass of a layer, in the place of a `PagedV4Layer`: of each token, and compressed ones.
 
-    Attributes:
-        tokens: [R, n] bool, False for padding, which may stand behind the tokens.
-        scores: what the layer's indexer scores with; None without one.
+    Padding may stand behind the tokens.
     """
 
     def __init__(
@@ -257,16 +247,10 @@ class UncachedV4Rows:
         position_ids: torch.Tensor,
         chosen_rows: Mapping[int, torch.Tensor] | None,
     ) -> None:
-        require_trainable(attention)
-        requests, new, _ = hidden_states.shape
-        self.layer: int = attention.layer_idx
-        self.learning: IndexerLoss | None = attention.indexer_loss
-        self.scores: Scores | None = None
-        self.tokens: torch.Tensor = is_token(mask, hidden_states)
+        super().__init__(attention, hidden_states, mask, chosen_rows)
         self.ratio: int = 0 if attention.compressor is None else attention.compressor.compress_rate
-        self._given = given_rows(attention, chosen_rows, (requests, new))
         if arrays.CHECK_VALUES:
-            if not (position_ids == torch.arange(new, device=position_ids.device)).all():
+            if not (position_ids == torch.arange(hidden_states.shape[1], device=position_ids.device)).all():
                 raise ValueError("position_ids: expected those of tokens without padding before them")
             if not self.tokens[:, 0].all() or (self.tokens.int().diff(dim=-1) > 0).any():
                 raise ValueError("attention_mask: expected one without padding before tokens")
@@ -278,8 +262,8 @@ class UncachedV4Rows:
 
     def choose(self, q8: torch.Tensor, w: torch.Tensor, keys: torch.Tensor, topk: int) -> torch.Tensor:
         """See `choose_v4`; keys [R, N, 128] bfloat16."""
-        if self._given is not None:
-            return self._given
+        if self.given is not None:
+            return self.given
         requests, new = self.tokens.shape
         starts = keys.shape[1] * torch.arange(requests, dtype=torch.int32, device=keys.device).repeat_interleave(new)
         k = min(topk, keys.shape[1])
@@ -314,12 +298,12 @@ class UncachedV4Rows:
             flat_q, rows.flatten(0, 1)[:, None], lists[:, None], scale, attn_sink=attention.sinks.float(),
             topk_length=ends,
         )  # fmt: skip
-        if self.learning is not None and self.scores is not None:
+        if self.learns:
             there = (chosen >= 0) & (chosen < self.seen()[..., None])
             first = count * torch.arange(requests, dtype=torch.int32, device=q.device)[:, None, None]
             lists = (chosen + first).where(there, -1).flatten(0, 1)[:, None]
             of_chosen = rows[:, :count].flatten(0, 1)[:, None]
-            out = self.learning.attach(self.layer, out, self.scores, flat_q, of_chosen, lists, lse, scale)
+            out = self.attach(out, flat_q, of_chosen, lists, lse, scale)
         return out.view_as(q)
 
 
