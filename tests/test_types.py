@@ -134,10 +134,14 @@ def test_pyright(interpreter: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @needs_pyright
 def test_every_public_symbol_has_a_type(tmp_path: Path) -> None:
-    """Here pyright reads no .pth file."""
+    """Here pyright reads no .pth file, and of other packages stubs alone: it knows no class of torch's."""
     arguments = ("--pythonpath", sys.executable, "--outputjson", "--verifytypes", "cupy_mla", "--ignoreexternal")
     result = run("basedpyright", *arguments, cwd=tmp_path, PYTHONPATH=str(ROOT))
     symbols = json.loads(result.stdout)["typeCompleteness"]["symbols"]
-    unknown = {s["name"] for s in symbols if s["isExported"] and not (s["isTypeKnown"] and not s["isTypeAmbiguous"])}
+    of_torch = {"Type of metaclass unknown", "Type of base class unknown"}
+    wrong = {
+        s["name"]: {d["message"] for d in s["diagnostics"] if d["severity"] == "error"}
+        for s in symbols if s["isExported"] and not (s["isTypeKnown"] and not s["isTypeAmbiguous"])
+    }  # fmt: skip
     assert len(symbols) > 1000
-    assert unknown == set()
+    assert {name: messages for name, messages in wrong.items() if messages != of_torch} == {}

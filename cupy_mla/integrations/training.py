@@ -199,7 +199,10 @@ class SparseMLATraining(torch.nn.Module):
         **settings: Any,
     ) -> None:
         super().__init__()
-        self.sm_scale, self.topk, self.attach, self.group = sm_scale, topk, attach, group
+        self.sm_scale: float = sm_scale
+        self.topk: int = topk
+        self.attach: float | torch.Tensor | None = attach
+        self.group: Any = group
         self.settings: dict[str, Any] = settings
 
     def forward(

@@ -26,9 +26,9 @@ from tests.kinds import E4M3
 
 BLOCK_SIZE, K, TIMES = 64, 128, 20  # vLLM's index conversion takes multiples of 128 entries
 LACKING = (
-    "aiohttp", "cachetools", "cbor2", "cloudpickle", "cpuinfo", "einops", "fastapi", "gguf", "llguidance", "msgspec",
-    "openai", "openai_harmony", "partial_json_parser", "prometheus_client", "psutil", "pybase64", "uvloop", "xgrammar",
-    "zmq",
+    "PIL", "aiohttp", "cachetools", "cbor2", "cloudpickle", "cpuinfo", "einops", "fastapi", "gguf", "llguidance",
+    "msgspec", "openai", "openai_harmony", "partial_json_parser", "prometheus_client", "psutil", "pybase64", "uvloop",
+    "xgrammar", "zmq",
 )  # fmt: skip
 CPU = torch.device("cpu")
 
