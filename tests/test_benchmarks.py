@@ -230,6 +230,7 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_small_cases_run_every_kernel(module, monkeypatch, rng, gpu):
     """On an H200; but for `LEFT_OUT`, sanitizers see all variants of kernels."""
     torch = pytest.importorskip("torch")
