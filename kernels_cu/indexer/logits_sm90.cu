@@ -14,6 +14,11 @@
 //                          A B A B      memory; behind it, the logits of the unit before are stored
 //                        time ->     B: relu, and the sums over heads in float32
 //
+//   full[stage]        a unit is there      one producer warp; UNDERWAY 0: and 32 arrivals after its copies
+//   empty[stage]       a unit is read       the 4 warps of the math warpgroup that had it; TOGETHER: of all of them
+//   slot_full[slot]    a tile is there      the producer warp that wrote its header, and 128 arrivals after copies
+//   slot_empty[slot]   a tile is done       all math warps
+//
 // While one math warpgroup sums, others multiply. TOGETHER (prefill): each has QUERIES queries of its own, and all work
 // on every unit. Otherwise they have the same queries and take turns with the units.
 //
@@ -37,8 +42,8 @@
 //
 // Shared memory: two slots of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes (MXFP4: 64) and their scales.
 //
-// What is exact: products of e4m3, summed in float32; e2m1 keys as e4m3 (rows/mxfp4.cuh says when). What is rounded: relu and
-// the sums over heads, in float32.
+// What is exact: e4m3 is multiplied as it is; e2m1 keys become e4m3 (rows/mxfp4.cuh says when exactly). What is rounded: sums,
+// by wgmma over a key's values, in float32 over heads; the product with the key's scale.
 //
 // Parts, under logits_sm90/:
 //
