@@ -44,7 +44,7 @@ __device__ __forceinline__ void wait_for_earlier_splits(const AttentionParams& p
 __device__ __forceinline__ void finish_heads(const AttentionParams& p, const Softmax& state) {
     const Role r = Role::here();
     Small& sm = small();
-    const bool writes = writes_heads(r);
+    const bool writes = r.t == 0 && (!ALL_GET_ALL || r.slice() == 0);
     const int cta = blockIdx.x;
     if (in_shares(p) && sm.ends_item && sm.work.begin > 0) wait_for_earlier_splits(p);
     const int count = sm.partials;

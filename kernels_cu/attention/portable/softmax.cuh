@@ -32,9 +32,6 @@ struct Softmax {
 // Two numbers of P as shared memory holds them.
 __device__ __forceinline__ uint32_t pack_p(float x, float y) { return FOLDED ? pack_f16x2(x, y) : pack_items(x, y); }
 
-// Whether this thread writes what is one number of its heads.
-__device__ __forceinline__ bool writes_heads(const Role& r) { return r.t == 0 && (!ALL_GET_ALL || r.slice() == 0); }
-
 // A tile's softmax of a score warp.
 struct Probabilities {
     OwnScores s;
@@ -96,7 +93,8 @@ struct Probabilities {
 #pragma unroll
             for (int n = 0; n < N_TILES; ++n) sum += s[n][2 * i] + s[n][2 * i + 1];
             state.sum[i] = state.sum[i] * rescale[i] + sum;
-            if (writes_heads(r)) sm.rescale[buffer][r.own_tile() * 16 + r.g + 8 * i] = rescale[i];
+            if (r.t == 0 && (!ALL_GET_ALL || r.slice() == 0))
+                sm.rescale[buffer][r.own_tile() * 16 + r.g + 8 * i] = rescale[i];
         }
         const bool rescaled = __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
         if (r.lane == 0) sm.rescaled[buffer][r.warp] = rescaled;

@@ -55,7 +55,8 @@ __device__ __forceinline__ void load_p(int stage, int buffer, int k, uint32_t (&
 
 // Where a lane reads V of 16 rows, from row `row` on: the warp's first 16 columns.
 __device__ __forceinline__ uint32_t v_fragment(const Role& r, int stage, int row) {
-    return chunk_address(stage_address(stage), row + r.lane / 8 % 2 * 8 + r.lane % 8, r.warp * V_TILES + r.lane / 16);
+    return chunk_address(stage_address(stage), row + (r.lane / 8 % 2 * 8 + r.lane % 8),
+                         r.warp * V_TILES + r.lane / 16);
 }
 
 // `wait` returns when products may begin.
