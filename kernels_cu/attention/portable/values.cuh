@@ -27,10 +27,9 @@ __device__ __forceinline__ void load_p_tile(int buffer, int m, int k, uint32_t (
     load_fragment(p_fragment(buffer, m, k, Role::here().lane), a);
 }
 
-// FOLDED: the scales of two rows in a warp's columns.
-__device__ __forceinline__ float2 value_scales(const Role& r, int stage, int row) {
-    return *reinterpret_cast<const float2*>(&small().scale[stage][r.warp * 64 / SCALE_COLUMNS][row]);
-}
+// FOLDED: the scales of a tile's rows in a warp's columns; they are read two at a time.
+__device__ __forceinline__ const float (&value_scales(const Role& r, int stage))
+    [TILE_ROWS] { return small().scale[stage][r.warp * 64 / SCALE_COLUMNS]; }
 
 // P of 16 rows as A operands. FOLDED: times the scale of the warp's columns.
 __device__ __forceinline__ void load_p(int stage, int buffer, int k, uint32_t (&a)[M_TILES][4]) {
@@ -40,7 +39,8 @@ __device__ __forceinline__ void load_p(int stage, int buffer, int k, uint32_t (&
     if constexpr (FOLDED) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float2 scale = value_scales(r, stage, 16 * k + 8 * half + 2 * r.t);
+            const float2 scale =
+                *reinterpret_cast<const float2*>(&value_scales(r, stage)[16 * k + 8 * half + 2 * r.t]);
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
 #pragma unroll
@@ -53,16 +53,12 @@ __device__ __forceinline__ void load_p(int stage, int buffer, int k, uint32_t (&
     }
 }
 
-// Where a lane reads V of 16 rows, from row `row` on: the warp's first 16 columns.
-__device__ __forceinline__ uint32_t v_fragment(const Role& r, int stage, int row) {
-    return chunk_address(stage_address(stage), row + (r.lane / 8 % 2 * 8 + r.lane % 8),
-                         r.warp * V_TILES + r.lane / 16);
-}
-
 // `wait` returns when products may begin.
 template <typename Wait>
 __device__ __forceinline__ void multiply_pv(int stage, int buffer, Output& o, Wait wait) {
-    const uint32_t first = v_fragment(Role::here(), stage, 0);
+    const Role r = Role::here();
+    const uint32_t first =
+        chunk_address(stage_address(stage), r.lane / 8 % 2 * 8 + r.lane % 8, r.warp * V_TILES + r.lane / 16);
     uint32_t a[M_TILES][4], b[2][4];
     ldmatrix_x4_trans(b[0], first);
     load_p(stage, buffer, 0, a);
@@ -98,12 +94,14 @@ __device__ __forceinline__ void multiply_rounding_errors(int stage, int buffer, 
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float2 p = f16x2_to_float(a[i]);
-                const float2 scale = value_scales(r, stage, 16 * k + i / 2 * 8 + 2 * r.t);
+                const float2 scale =
+                    *reinterpret_cast<const float2*>(&value_scales(r, stage)[16 * k + i / 2 * 8 + 2 * r.t]);
                 const float x = p.x * scale.x, y = p.y * scale.y;
                 const uint32_t rounded = pack_bf16x2(x, y);
                 a[i] = pack_bf16x2(x - bf16_low(rounded), y - bf16_high(rounded));
             }
-            const uint32_t first = v_fragment(r, stage, 16 * k);
+            const uint32_t first = chunk_address(stage_address(stage), 16 * k + r.lane / 8 % 2 * 8 + r.lane % 8,
+                                                 r.warp * V_TILES + r.lane / 16);
 #pragma unroll
             for (int v = 0; v < V_TILES; v += 2) {
                 uint32_t b[4];
