@@ -30,16 +30,17 @@
 //   PRODUCER_VOTE + w     named: the 128 producer threads of warpgroup w's tile
 //
 // Tiles without a valid entry are neither copied nor multiplied. The 128 consumer threads of a tile hold its entries,
-// and so do its 128 producer threads: both vote, find the same, and need not tell each other. Before the first tile both
-// look for the last one with a valid entry, over which O^T is stored: its stages are not released. If no tile has a
-// valid entry, the first is the last: it is copied, as zeros, so that its space is the consumers', but not multiplied.
+// and so do its 128 producer threads: both vote, find the same, and need not tell each other. Before the first tile
+// both look for the last one with a valid entry, over which O^T is stored: its stages are not released. If no tile has
+// a valid entry, the first is the last: it is copied, as zeros, so that its space is the consumers', but not
+// multiplied.
 //
 // At the end each warpgroup stores its O^T in the space of its tile. A CTA merges those of its query from there; in a
 // cluster every CTA merges a share of the columns through distributed shared memory. Splits that do not fit a cluster
 // lie along gridDim.y and are merged by combine.cu.
 //
-// What is exact: rows and Q are multiplied as they are. What is rounded: P^T, to bf16; results. Products, sums and partial
-// results are float32, exponentials ex2.approx.
+// What is exact: rows and Q are multiplied as they are. What is rounded: P^T, to bf16; results. Products, sums and
+// partial results are float32, exponentials ex2.approx.
 //
 // Shared memory: Q QUERIES x heads x D_QK x 2; 2 tiles of 64 x D_QK x 2 (and P where V has no RoPE columns behind it);
 // statistics and mbarriers.

@@ -1,5 +1,5 @@
-// Attention of 16-bit rows on Hopper: wgmma, persistent CTAs, 64 lines of Q at a time. Shared by seven kernels, which differ
-// in what the lines of Q and the rows of a work item are, and in what is done with its result:
+// Attention of 16-bit rows on Hopper: wgmma, persistent CTAs, 64 lines of Q at a time. Shared by seven kernels, which
+// differ in what the lines of Q and the rows of a work item are, and in what is done with its result:
 //
 //   bf16_sm90.cu            64 heads of a query, all its rows
 //   bf16_cluster_sm90.cu    64 heads of a query; the CTAs of a cluster share its rows and merge their results
@@ -31,7 +31,8 @@
 //   full[tile][region]    copies done      128 arrivals after cp.async; region w of tile w (VOTED: region 0 of both)
 //                                          16 x VALIDITY_LANES more, for validity
 //   empty[tile][region][half]              half of a region's rows released, by the 4 warps of warpgroup `region`
-//   q_full                Q has come       128 arrivals after cp.async, in clusters 256, and 1 for the work item's number
+//   q_full                Q has come       128 arrivals after cp.async, in clusters 256, and 1 for the work item's
+//                         number
 //   q_empty               Q released       the 8 consumer warps; not in clusters
 //   P_READY + w           named: P_w is published: warpgroup w arrives, the other one waits
 //   CONSUMER_SYNC         named: both consumer warpgroups, at the end of a work item
@@ -42,24 +43,24 @@
 //
 // In clusters a CTA has one work item: the consumers, who have nothing else to do, copy Q.
 //
-// Softmax. P_w is relative to a reference, ref_w, which is published with it, so warpgroups exchange no maxima. ref_w is
-// never below what either warpgroup's accumulators are relative to; who multiplies P_w first brings them to ref_w. It rises
-// to the largest logit of its tile:
-//   in the first pair   whenever that is larger. The largest P is then 1, which bf16 holds exactly; where few rows take the
-//                       softmax, rounding it is the largest error
-//   later               where that is larger by REF_SLACK, or where its P would be more than PEAK of what the sum will have
-//                       become by the end of the list, guessed from the rows so far. Unless few rows take the softmax, this
-//                       is rare behind the first tiles
+// Softmax. P_w is relative to a reference, ref_w, which is published with it, so warpgroups exchange no maxima. ref_w
+// is never below what either warpgroup's accumulators are relative to; who multiplies P_w first brings them to ref_w.
+// It rises to the largest logit of its tile:
+//   in the first pair   whenever that is larger. The largest P is then 1, which bf16 holds exactly; where few rows
+//                       take the softmax, rounding it is the largest error
+//   later               where that is larger by REF_SLACK, or where its P would be more than PEAK of what the sum will
+//                       have become by the end of the list, guessed from the rows so far. Unless few rows take the
+//                       softmax, this is rare behind the first tiles
 // Sums only grow. So what a logit has to pass (`least`) is computed anew only when one passes the last value.
 //
-// What is exact: rows and Q are multiplied as they are. What is rounded: P, to bf16 (float16 rows: to float16); results;
-// partial results of clusters and shares, to float16 times a power of two for each line. Products and sums are float32,
-// exponentials ex2.approx.
+// What is exact: rows and Q are multiplied as they are. What is rounded: P, to bf16 (float16 rows: to float16);
+// results; partial results of clusters and shares, to float16 times a power of two for each line. Products and sums
+// are float32, exponentials ex2.approx.
 //
 // Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 3 KB;
 // bf16_grouped_sm90 4 KB more.
-// Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch; no spills in loops over
-// tiles, and no wgmma serialised by the compiler (the compile test looks at both).
+// Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch; no spills in loops
+// over tiles, and no wgmma serialised by the compiler (the compile test looks at both).
 // What was tried, what bounds it: docs/kernels/bf16_sm90.md.
 //
 // Parts, under bf16_sm90/:

@@ -4,8 +4,8 @@
 //   tile   TILE_QUERIES queries and those units of their keys that fall into the CTA's share
 //   unit   64 keys: a stage of the ring
 //
-//   producer warpgroup        queries, weights and what the tile is, by all four warps: to one of two slots (those of a
-//                             CTA's first tile are copied by math warpgroups, which have nothing else to do yet)
+//   producer warpgroup        queries, weights and what the tile is, by all four warps: to one of two slots (those of
+//                             a CTA's first tile are copied by math warpgroups, which have nothing else to do yet)
 //                             keys and scales, each warp every fourth unit: to the ring
 //                               |
 //                               | cp.async, 128-byte swizzle
@@ -19,17 +19,17 @@
 //   slot_full[slot]    a tile is there      the producer warp that wrote its header, and 128 arrivals after copies
 //   slot_empty[slot]   a tile is done       all math warps
 //
-// While one math warpgroup sums, others multiply. TOGETHER (prefill): each has QUERIES queries of its own, and all work
-// on every unit. Otherwise they have the same queries and take turns with the units.
+// While one math warpgroup sums, others multiply. TOGETHER (prefill): each has QUERIES queries of its own, and all
+// work on every unit. Otherwise they have the same queries and take turns with the units.
 //
 // A lane has a quarter of the heads of each query, for keys g and g + 8; what the lanes of a quad have is added up so
 // that each ends with the logits of one key, for every second query. The columns of two queries stand in an order that
 // makes half of these exchanges simple (QueryHead).
 //
-// MXFP4: the ring holds codes. Each math warpgroup widens the keys of its unit to e4m3 (rows/mxfp4.cuh says what is exact),
-// in registers: as A operands. A lane has a quarter of a key's 128 values, those of one group, which stand side by side: of
-// each it gives an eighth to every step of k. The order of k is free as long as both operands agree: copy_queries stores
-// the queries' words in it. Codes are free for the next unit before the multiplication begins.
+// MXFP4: the ring holds codes. Each math warpgroup widens the keys of its unit to e4m3 (rows/mxfp4.cuh says what is
+// exact), in registers: as A operands. A lane has a quarter of a key's 128 values, those of one group, which stand
+// side by side: of each it gives an eighth to every step of k. The order of k is free as long as both operands agree:
+// copy_queries stores the queries' words in it. Codes are free for the next unit before the multiplication begins.
 //
 // CANDIDATES: a query token sees blocks of 8 keys of its own (work.cuh), found in a list. A tile has one query.
 //
@@ -40,10 +40,10 @@
 // table first. A call by a schedule is short, and much of its time is what a CTA does once: so its producer has few
 // instructions, and what is rare stands behind the rest.
 //
-// Shared memory: two slots of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes (MXFP4: 64) and their scales.
+// Shared memory: two slots of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes (MXFP4: 64), scales.
 //
-// What is exact: e4m3 is multiplied as it is; e2m1 keys become e4m3 (rows/mxfp4.cuh says when exactly). What is rounded: sums,
-// by wgmma over a key's values, in float32 over heads; the product with the key's scale.
+// What is exact: e4m3 is multiplied as it is; e2m1 keys become e4m3 (rows/mxfp4.cuh says when exactly). What is
+// rounded: sums, by wgmma over a key's values, in float32 over heads; the product with the key's scale.
 //
 // Parts, under logits_sm90/:
 //

@@ -1,7 +1,7 @@
 // Of bf16_few_heads_sm90: where a warpgroup's tiles end.
 //
-// Tiles without a valid entry are neither copied nor multiplied. Those behind the last one with a valid entry are not looked
-// at again: the consumers and the producers of a warpgroup find that one, each for themselves.
+// Tiles without a valid entry are neither copied nor multiplied. Those behind the last one with a valid entry are not
+// looked at again: the consumers and the producers of a warpgroup find that one, each for themselves.
 #pragma once
 #include "attention/bf16_few_heads_sm90/plan.cuh"
 

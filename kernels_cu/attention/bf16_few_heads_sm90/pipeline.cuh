@@ -6,8 +6,8 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
 
-// All tiles of a work item in a consumer warpgroup. `copied` counts those that its producers have copied over all its work
-// items.
+// All tiles of a work item in a consumer warpgroup. `copied` counts those that its producers have copied over all its
+// work items.
 __device__ __forceinline__ void attend(const AttentionParams& p, Work w, const Role& r, int& copied, Softmax& state,
                                        float (&o)[V_BLOCKS][HEADS / 2]) {
     int32_t entries[2];

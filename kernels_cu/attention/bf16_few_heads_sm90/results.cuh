@@ -1,5 +1,5 @@
-// Of bf16_few_heads_sm90: what becomes of O^T. Each warpgroup stores its own in the space of its tile; a CTA merges those
-// of its query from there, or every CTA of a cluster a share of the columns.
+// Of bf16_few_heads_sm90: what becomes of O^T. Each warpgroup stores its own in the space of its tile; a CTA merges
+// those of its query from there, or every CTA of a cluster a share of the columns.
 #pragma once
 #include "attention/bf16_few_heads_sm90/scores.cuh"
 #include "attention/division/merge.cuh"

@@ -35,8 +35,8 @@ struct Copier {
         c.warp = warp;
         c.lane = threadIdx.x % 32;
         c.row = 4 * c.warp + c.lane / 8;
-        // 16 rows further the swizzle is the same. Opaque: in sums of it with uniform registers the addresses of copies
-        // came out wrong (docs/kernels/bf16_cluster_sm90.md).
+        // 16 rows further the swizzle is the same. Opaque: in sums of it with uniform registers the addresses of
+        // copies came out wrong (docs/kernels/bf16_cluster_sm90.md).
         c.at = opaque(swizzled(shared_address(shared) + Q_AT, c.row, c.lane % 8));
         return c;
     }

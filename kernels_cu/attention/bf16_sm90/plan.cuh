@@ -18,8 +18,8 @@ constexpr int TILE_BYTES = BLOCKS * BLOCK_BYTES;
 constexpr bool P_OVER_ROPE = D_QK > D_V;
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
 constexpr Values ITEMS = HALF_ITEMS ? Values::F16 : Values::BF16;
-// References are this far below the logit that set them. float16: P is at most 2^15 then, and the smallest that is not 0
-// is 2^-31 of P at the reference.
+// References are this far below the logit that set them. float16: P is at most 2^15 then, and the smallest that is not
+// 0 is 2^-31 of P at the reference.
 constexpr float REF_BELOW = HALF_ITEMS ? 7.0f : 0.0f;
 constexpr float REF_SLACK = 8.0f + REF_BELOW, PEAK = 0.0625f;
 

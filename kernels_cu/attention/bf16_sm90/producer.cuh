@@ -4,8 +4,8 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
 
-// Start the copies of column blocks BEGIN to END - 1 of this thread's rows FIRST to LAST - 1, of four, to a tile or Q at
-// `place` of shared memory. Null rows become zeros.
+// Start the copies of column blocks BEGIN to END - 1 of this thread's rows FIRST to LAST - 1, of four, to a tile or Q
+// at `place` of shared memory. Null rows become zeros.
 template <typename K, int BEGIN, int END, int FIRST = 0, int LAST = 4>
 __device__ __forceinline__ void copy_blocks(const Copier& c, int place, const uint8_t* const (&rows)[4]) {
 #pragma unroll
@@ -53,8 +53,8 @@ __device__ __forceinline__ void find_rows(const typename K::Params& p, const Cop
     }
 }
 
-// The same of the lines of Q from `first` on, null for padding. What a warp multiplies that has nothing else is left as
-// it is.
+// The same of the lines of Q from `first` on, null for padding. What a warp multiplies that has nothing else is left
+// as it is.
 template <typename K>
 __device__ __forceinline__ void find_q(const typename K::Params& p, const Work& w, const Copier& c, int first,
                                        const uint8_t* (&rows)[4]) {
@@ -102,7 +102,8 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
         announce<K>(index, w.length);
 #pragma unroll 1
         for (int pair = 0; !last; ++pair) {
-            // A pair without a valid entry is passed over; the last one is copied all the same and tells that it is none.
+            // A pair without a valid entry is passed over; the last one is copied all the same and tells that it is
+            // none.
             const bool any = tiles.any_valid(p, even, odd);
             last = !tiles.go_on(p, w);
             const Follows follows = !any ? ENDED : last ? LAST : MORE;

@@ -28,8 +28,8 @@ __device__ __forceinline__ void keep_q(int warp, int lane, uint32_t (&kept)[N][4
     }
 }
 
-// Start S = Q . K^T of a whole tile, the regions in the order in which they are copied. If tiles are voted on, the first
-// has been waited for.
+// Start S = Q . K^T of a whole tile, the regions in the order in which they are copied. If tiles are voted on, the
+// first has been waited for.
 template <typename K, int N>
 __device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32_t (&kept)[N][4], float (&s)[32]) {
     const uint64_t q = wgmma_operand(shared_address(shared) + Q_AT, 1024, 16);
@@ -63,8 +63,8 @@ __device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32
     wgmma_commit();
 }
 
-// The reference for this warpgroup's tile of pair `pair`, whose largest logits are `top`; bf16_sm90.cuh says when it rises.
-// Returns whether it does in one of the warp's lines. Mostly a vote is all that is done.
+// The reference for this warpgroup's tile of pair `pair`, whose largest logits are `top`; bf16_sm90.cuh says when it
+// rises. Returns whether it does in one of the warp's lines. Mostly a vote is all that is done.
 __device__ __forceinline__ bool choose_reference(Softmax& state, const float (&top)[2], int pair, int pairs,
                                                  float (&ref)[2]) {
     ref[0] = state.ref[0];

@@ -32,8 +32,8 @@ __device__ __forceinline__ uint64_t v_operand(int tile, int half) {
     return wgmma_operand(tile_address(tile) + 4 * half * BLOCK_BYTES, 1024, BLOCK_BYTES);
 }
 
-// Start O += P . V for this warpgroup's half of V's columns, each half of the rows a group of products of its own: with
-// its own P, ...
+// Start O += P . V for this warpgroup's half of V's columns, each half of the rows a group of products of its own:
+// with its own P, ...
 __device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&prob)[4][4], float (&o)[128]) {
     const uint64_t v = v_operand(tile, half);
     wgmma_fence();

@@ -5,8 +5,8 @@
 //
 // While the first rows of a split come, score warps scan all its entries and mark the tiles that have a valid one. The
 // loops know nothing of it: only where output warps ask for list entries, once in LOOKUP_TILES tiles, they look up
-// which tiles come. Only the first MARKED_TILES of a split have a mark, for more do not fit; those behind are worked on
-// up to the last that has a valid entry.
+// which tiles come. Only the first MARKED_TILES of a split have a mark, for more do not fit; those behind are worked
+// on up to the last that has a valid entry.
 //
 // The rows that come meanwhile are those of the split's first COPIED_BEFORE tiles. If there is one among them that is
 // passed over, and marked ones behind it, the split begins anew: all warps leave it and take it again, and now the
@@ -85,8 +85,8 @@ __device__ __forceinline__ FoundRow row_of_entry(const AttentionParams& p, const
 #endif
 }
 
-// The row that a lane looks up, of which load_entries gave the entry; and a tile of the query's lists that stands for its
-// own: one of the same list.
+// The row that a lane looks up, of which load_entries gave the entry; and a tile of the query's lists that stands for
+// its own: one of the same list.
 struct LookedUp {
     int tile;
     FoundRow row;

@@ -39,8 +39,8 @@ static_assert(!FOLDED || NUM_SCALES == 4, "one or two scales a score warp");
 // P.V of a tile begins when S of the next is multiplied, so the two do not slow each other.
 constexpr bool PV_BEHIND_QK = !QUANTIZED && TILE_ROWS > 16 && HEADS == 64;
 // A CTA begins its next split while it writes the results of this one. Measured on an H200: up to 6 % faster, but 2 to
-// 3 % slower for bf16 rows of width 576 in small tiles, and 1 to 2 % for FP8 rows in large ones, except V32_FP8 with 64
-// heads.
+// 3 % slower for bf16 rows of width 576 in small tiles, and 1 to 2 % for FP8 rows in large ones, except V32_FP8 with
+// 64 heads.
 constexpr bool NEXT_EARLY =
     QUANTIZED ? TILE_ROWS == 16 || (FOLDED && HEADS == 64) : HEADS < 64 || TILE_ROWS > 16 || D_QK == D_V;
 constexpr bool NEXT_Q_EARLY = NEXT_EARLY && !QUANTIZED;  // Q of the next split too
@@ -56,8 +56,8 @@ constexpr bool SUMS_IN_SHARED = !FOLDED && TILE_ROWS > 16 && HEADS == 64;
 // References rise when a logit is this far above.
 constexpr float REF_SLACK = 8.0f;
 // FOLDED: P is multiplied by scales and then rounded to bf16, and is held in f16 until then: rounded to bf16 twice, it
-// would be too coarse. References are this far below the logit that set them. So P is at most 2^15, which f16 can hold,
-// and the smallest that is not 0 is 2^-31 of P at the reference.
+// would be too coarse. References are this far below the logit that set them. So P is at most 2^15, which f16 can
+// hold, and the smallest that is not 0 is 2^-31 of P at the reference.
 constexpr float REF_BELOW = FOLDED || HALF_ITEMS ? 7.0f : 0.0f;
 // FOLDED: a scale counts as at least this part of the one before, so that their ratio stays finite.
 constexpr float LEAST_RATIO = 0x1p-64f;

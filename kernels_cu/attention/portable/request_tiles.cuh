@@ -1,6 +1,6 @@
-// Of portable: the tiles of a request, whose rows the block table names. A work item's lines are query tokens and heads
-// of the request, which share its rows. All tiles are worked on; in those that not all tokens see in full, logits of
-// lines that do not see a row become -inf.
+// Of portable: the tiles of a request, whose rows the block table names. A work item's lines are query tokens and
+// heads of the request, which share its rows. All tiles are worked on; in those that not all tokens see in full,
+// logits of lines that do not see a row become -inf.
 #pragma once
 #include "attention/portable/splits.cuh"
 

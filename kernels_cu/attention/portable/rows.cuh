@@ -1,8 +1,8 @@
 // Of portable: how output warps look up and copy the rows of tiles.
 //
-// An output warp brings WARP_ROWS rows of each tile. It looks up the addresses of its rows of LOOKUP_TILES tiles together, a
-// lane a row, and leaves them in shared memory. (Tile by tile, that chain of dependent instructions took longer than a tile's
-// products.) The list entries of the LOOKUP_TILES tiles behind are then on their way:
+// An output warp brings WARP_ROWS rows of each tile. It looks up the addresses of its rows of LOOKUP_TILES tiles
+// together, a lane a row, and leaves them in shared memory. (Tile by tile, that chain of dependent instructions took
+// longer than a tile's products.) The list entries of the LOOKUP_TILES tiles behind are then on their way:
 //
 //   entries    list or block table -> a register of each lane, LOOKUP_TILES tiles before they are used
 //   rows       entry -> address, in shared memory
@@ -64,7 +64,8 @@ __device__ __forceinline__ int32_t look_up_marked(const AttentionParams& p, cons
     return entry;
 }
 
-// Start the copies of an output warp's rows of tile `n` of the split: QUANTIZED to raw stage `stage`, else to the tile's.
+// Start the copies of an output warp's rows of tile `n` of the split: QUANTIZED to raw stage `stage`, else to the
+// tile's.
 __device__ __forceinline__ void copy_rows(const AttentionParams& p, int n, int stage) {
     const Role r = Role::here();
     const int row = r.lane / 8;  // eight lanes copy a row

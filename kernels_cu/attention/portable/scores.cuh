@@ -1,8 +1,8 @@
 // Of portable: Q in registers and shared memory, and S = Q.K^T in the score warps.
 //
 // A score warp multiplies its slice of the columns, in steps of 16: a range of the first D_V, and one of those behind.
-// Then the warps of a group add their parts of S through shared memory. With two m tiles a group, each of its two warps
-// gets the sums of one of them; with one m tile all warps get all sums.
+// Then the warps of a group add their parts of S through shared memory. With two m tiles a group, each of its two
+// warps gets the sums of one of them; with one m tile all warps get all sums.
 #pragma once
 #include "attention/portable/rows.cuh"
 #include "ptx/convert.cuh"

@@ -1,5 +1,5 @@
-// Of portable: the softmax in the score warps, in base 2. S becomes P in shared memory, and the factors with which O is
-// brought to new references.
+// Of portable: the softmax in the score warps, in base 2. S becomes P in shared memory, and the factors with which O
+// is brought to new references.
 //
 // FOLDED: P stays f16 until an output warp, whose columns have one scale, multiplies P by it (values.cuh).
 #pragma once

@@ -1,7 +1,8 @@
 // Of portable: O += P.V in the output warps, all heads x 64 columns each.
 //
 // FOLDED: a warp multiplies P by the scale of its columns and rounds it to bf16. That rounding is the same for all
-// columns of a scale, and the errors of few rows do not cancel. So in a split of one tile what P lost is multiplied too.
+// columns of a scale, and the errors of few rows do not cancel. So in a split of one tile what P lost is multiplied
+// too.
 #pragma once
 #include "attention/portable/scores.cuh"
 

@@ -61,8 +61,8 @@ __device__ __forceinline__ void widen_fp4_rows(uint32_t from, int stage) {
     }
 }
 
-// CODE_BITS 4: widen an output warp's rows, with the e4m3 columns behind V (V32_NVFP4), a chunk a lane; say that they are
-// there.
+// CODE_BITS 4: widen an output warp's rows, with the e4m3 columns behind V (V32_NVFP4), a chunk a lane; say that they
+// are there.
 __device__ __forceinline__ void widen_own_fp4_rows(int raw_stage, int stage) {
     static_assert(
         CODE_BITS != 4 || (D_QK == D_V ? D_NOPE + D_ROPE == D_V : D_NOPE == D_V && ROPE_CODED && D_QK - D_V == 64),
@@ -80,8 +80,8 @@ __device__ __forceinline__ void widen_own_fp4_rows(int raw_stage, int stage) {
 
 // --- e4m3 ---------------------------------------------------------------------------------------------------------
 
-// Rare: what stands under a scale of 0 in a lane's row becomes zeros, NaN too: SCALE_COLUMNS bytes from `at` on. All lanes
-// of the warp call.
+// Rare: what stands under a scale of 0 in a lane's row becomes zeros, NaN too: SCALE_COLUMNS bytes from `at` on. All
+// lanes of the warp call.
 __device__ __forceinline__ void clear_under_zero(uint32_t at, bool zero) {
 #pragma unroll 1
     for (int i = 0; zero && i < SCALE_COLUMNS; i += 16) store_shared_16(at + i, {0, 0, 0, 0});
@@ -94,8 +94,8 @@ __device__ __forceinline__ void widen_own_fp8_rows(int raw_stage, int stage) {
     Small& sm = small();
     const uint32_t from = raw_rows(r.warp, raw_stage);
     const int first = r.warp * WARP_ROWS;
-    // A lane widens a chunk of 8 values of each part of V. Where the chunks do not fill the last part (V4_FP8), its other
-    // lanes have the chunks of the bf16 columns.
+    // A lane widens a chunk of 8 values of each part of V. Where the chunks do not fill the last part (V4_FP8), its
+    // other lanes have the chunks of the bf16 columns.
     constexpr int CHUNKS = (D_NOPE < D_V ? D_NOPE : D_V) / 8, AT_ONCE = FOLDED ? 2 : 1;
     constexpr bool ROPE_WITH = D_NOPE < D_V;
     constexpr bool END = D_QK > D_V, END_CODED = D_NOPE > D_V;  // there are columns behind V, bf16 ones or e4m3

@@ -91,8 +91,8 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
 // --- the kernel -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void run(const LogitsParams& p) {
-    // Beside three math warpgroups and more no CTA of the next launch has room: those of a top-k would all start on the SMs that
-    // are free first. So they start when every CTA has copied its last keys.
+    // Beside three math warpgroups and more no CTA of the next launch has room: those of a top-k would all start on
+    // the SMs that are free first. So they start when every CTA has copied its last keys.
     constexpr bool STARTS_NEXT_LATE = WARPGROUPS >= 3 && !TOGETHER;
     if constexpr (!STARTS_NEXT_LATE) let_next_kernel_start();
     if constexpr (!SCHEDULED) init_barriers();

@@ -8,8 +8,8 @@
 
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCERS = 4;  // warps
-// Decode's keys leave L2 before the logits that the top-k reads, unless all keys together take so little of it that the
-// next reader finds them there. By a schedule, half of the keys of a call in between leave it first.
+// Decode's keys leave L2 before the logits that the top-k reads, unless all keys together take so little of it that
+// the next reader finds them there. By a schedule, half of the keys of a call in between leave it first.
 constexpr bool KEYS_HAVE_POLICY = PAGED && !TOGETHER;
 constexpr int64_t KEPT_KEYS = (SCHEDULED ? 64 : 96) << 10;
 constexpr int64_t HALF_KEPT_KEYS = 256 << 10;

@@ -62,8 +62,9 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], const WidenedKeys
 }
 
 // Sums over the lane's heads, of a pair of queries; key g, then g + 8. One query of a pair: the two sums, and the same
-// again. Two queries whose columns take turns: first of query t / 2 its heads in the even eights, then of the other one
-// its heads in the odd eights. Both have the same heads in a lane's sum, in the same order, as one query alone has.
+// again. Two queries whose columns take turns: first of query t / 2 its heads in the even eights, then of the other
+// one its heads in the odd eights. Both have the same heads in a lane's sum, in the same order, as one query alone
+// has.
 constexpr int PAIRS = ceil_div(QUERIES, 2);
 using Sums = float[PAIRS][4];
 

@@ -33,8 +33,8 @@ __device__ __forceinline__ void copy_queries(const LogitsParams& p, const QueryT
     constexpr int ROWS_AT_ONCE = 128 / 8, HEADS_AT_ONCE = ROWS_AT_ONCE / GROUP;
     const auto [own_query, own_head] = QueryHead::of_row(thread / 8);
     const int chunk = thread % 8, first_row = first * HEADS, count = tile.count - first;
-    // MXFP4: words of k in the order in which lanes have those of keys. Word 8 t + 2 s + i, of which lane t has the keys',
-    // is word t of chunk 2 s + i.
+    // MXFP4: words of k in the order in which lanes have those of keys. Word 8 t + 2 s + i, of which lane t has the
+    // keys', is word t of chunk 2 s + i.
     constexpr int PARTS = MXFP4 ? 4 : 1, PART_BYTES = 16 / PARTS;
     uint32_t to[PARTS];
 #pragma unroll
