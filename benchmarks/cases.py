@@ -241,6 +241,23 @@ FORMATS = [
     Group("packing these rows, beside a copy of as many bytes", "formats", _beginning("pack"), 0.85, 0.85),
     Group("gathering these rows, beside a copy of as many bytes", "formats", _beginning("gather"), 0.85, 0.85),
 ]
+SERVED = [
+    *(
+        Group(
+            f"V4 as served: {title}", "served",
+            lambda case, n, heads=heads: case.startswith("V4 ") and n["h"] in heads, target, least,
+        )
+        for title, heads, target, least in (
+            ("64 heads", (64,), 1.5, 1.15), ("128 heads", (128,), 1.4, 1.1), ("8 to 32 heads", FEW, 1.7, 1.4)
+        )
+    ),
+    Group("prefill of 32 to 330 queries, 8 to 128 heads", "served", _beginning("prefill"), 1.35, 1.05),
+    Group("prefill, 16 to 32 heads, random lists of any length", "served", _beginning("few heads"), 1.35, 1.05),
+    Group("top-k of rows of at most k, beside the best peer or a copy", "served", _beginning("short rows"), 1.0),
+]  # fmt: skip
+LAYER = [
+    Group("V3.2's decode step of a layer, cache writes to attention", "layer", _beginning("layer"), 1.35, 1.15)
+]  # fmt: skip
 
 
 def of_group(group: Group, rows: Iterable[Row]) -> list[float]:

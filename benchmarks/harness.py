@@ -123,6 +123,29 @@ def graph_of(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def kernels_of(calls: Sequence[Call]) -> int:
+    """How many kernels a CUDA graph of all calls launches. The calls were made before."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return _kernel_nodes(graph.raw_cuda_graph())
+
+
+def _kernel_nodes(graph: Any) -> int:
+    """The kernels of a CUgraph and of the graphs within it."""
+    kinds = driver.api().CUgraphNodeType
+    _, number = driver.call("cuGraphGetNodes", graph, 0)
+    nodes, _ = driver.call("cuGraphGetNodes", graph, number)
+    found = 0
+    for node in nodes[:number]:
+        kind = driver.call("cuGraphNodeGetType", node)
+        if kind == kinds.CU_GRAPH_NODE_TYPE_GRAPH:
+            found += _kernel_nodes(driver.call("cuGraphChildGraphNodeGetGraph", node))
+        found += kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL
+    return found
+
+
 def time_side_by_side(*candidates: Sequence[Call]) -> list[float]:
     """Microseconds a call of each candidate, as `replay_times` has them.
 

@@ -23,14 +23,11 @@ Rows have `calc_diff` of the logits from float64 on some queries, and in decode 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,8 +36,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from cases import INDEXER, judge
-from harness import NO_PEER, ROOT, Options, Record, time_side_by_side
-from indexer_peers import Peers, unpack
+from harness import Options, Record, time_side_by_side
+from indexer_peers import SPAWN, PeerProcess, Peers, complaining, ready, unpacked
 
 import cupy_mla
 from cupy_mla.cuda import driver, logits, logits_sm90, topk
@@ -54,7 +51,6 @@ LARGEST_SETS = 20 << 30  # bytes
 SAMPLE = 24  # queries or rows that are compared
 COMPILERS = 6  # processes a peer
 COMPILE_SECONDS = 60  # at most
-FOLDERS = os.environ.get("CUPY_MLA_INDEXER_PEERS", f"{ROOT}/.peer-indexer:{ROOT}/.peer-indexer-033").split(":")
 
 PREFILLS = ((4096, 8192), (4096, 32768), (2048, 131072), (256, 131072), (8192, 8192))
 DECODES = (
@@ -347,15 +343,6 @@ def times_of(case: Case, every: Inputs, peers: Peers, version: str) -> dict[str,
     return times
 
 
-@contextmanager
-def complaining(who: str) -> Iterator[None]:
-    """Print what a peer says when it cannot serve a call."""
-    try:
-        yield
-    except (RuntimeError, TypeError) as error:
-        print(f"{who}: {str(error)[:200]}", file=sys.stderr, flush=True)
-
-
 def compile_kernels(folder: Path, some: list[Shape]) -> None:
     """Call DeepGEMM for so many queries each, over few keys: no kernel of its depends on more."""
     peers = Peers(folder, topk=False)
@@ -368,42 +355,9 @@ def compile_kernels(folder: Path, some: list[Shape]) -> None:
     torch.cuda.synchronize()
 
 
-class PeerProcess:
-    """A version of the peers. `ask` it one case at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.name = folder.name
-        self._pipe, pipe = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=serve, args=(pipe, folder), daemon=True)
-        self.process.start()
-        pipe.close()
-
-    def answer(self, deadline: float) -> Any:
-        """Of the last question; None where the process has ended or is too late."""
-        try:
-            return self._pipe.recv() if self._pipe.poll(max(deadline - time.monotonic(), 0)) else None
-        except (EOFError, OSError):
-            return None
-
-    def ask(self, case: Case, deadline: float) -> dict[str, float]:
-        """The times of a case by the peers' names and versions."""
-        try:
-            self._pipe.send(case)
-        except OSError:
-            return {}
-        return {f"{name} ({self.name})": us for name, us in (self.answer(deadline) or {}).items()}
-
-
-SPAWN = multiprocessing.get_context("spawn")
-
-
 def started(all_shapes: list[Shape], deadline: float) -> list[PeerProcess]:
     """The peers' processes, when all kernels are compiled."""
-    with ThreadPoolExecutor() as pool:
-        folders = list(pool.map(unpack, (Path(folder) for folder in FOLDERS if Path(folder).is_dir())))
-    if not folders:
-        print("no peer: CUPY_MLA_INDEXER_PEERS names no folder that get_indexer_peers.sh filled", file=sys.stderr)
-        sys.exit(NO_PEER)
+    folders = unpacked()
     several = list({shape[:-1] if len(shape) == 3 else "prefill": shape for shape in all_shapes}.values())
     compilers = [
         SPAWN.Process(target=compile_kernels, args=(folder, several[i::COMPILERS]), daemon=True)
@@ -412,7 +366,7 @@ def started(all_shapes: list[Shape], deadline: float) -> list[PeerProcess]:
     ]
     for process in compilers:
         process.start()
-    processes = [PeerProcess(folder) for folder in folders]
+    processes = [PeerProcess(folder, serve) for folder in folders]
     kernels = [*logits.kernels(), *logits_sm90.kernels(), *topk.kernels()]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda k: k.load(0), (k for k in kernels if k.defines.get("HEADS", HEADS) == HEADS)))
@@ -420,10 +374,7 @@ def started(all_shapes: list[Shape], deadline: float) -> list[PeerProcess]:
     for process in compilers:
         process.join(max(until - time.monotonic(), 0))
         process.kill()
-    ready = [process for process in processes if process.answer(deadline) == "ready"]
-    if not ready:
-        sys.exit("no peer came up")
-    return ready
+    return ready(processes, deadline)
 
 
 # --- the measuring process ------------------------------------------------------------------------------------

@@ -1,22 +1,31 @@
 """The indexer's peers: DeepGEMM's logits and vLLM's compiled top-k, in a folder that `get_indexer_peers.sh` filled.
 
-Two versions cannot be loaded by one process, so each is timed by a process of its own (`indexer.py`).
+Two versions cannot be loaded by one process, so each is timed by a process of its own: a `PeerProcess`.
 """
 
 from __future__ import annotations
 
 import lzma
+import multiprocessing
 import os
 import sys
 import tarfile
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import NO_PEER, ROOT
 
 LIBRARY = "vllm_C.so"
 WORKSPACE_BYTES = 1 << 20  # of vLLM's top-k
+FOLDERS = os.environ.get("CUPY_MLA_INDEXER_PEERS", f"{ROOT}/.peer-indexer:{ROOT}/.peer-indexer-033").split(":")
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def unpack(folder: Path) -> Path:
@@ -90,3 +99,64 @@ class Peers:
         else:
             getattr(self._ops, name)(logits, lens, out, self._workspace, out.shape[1], logits.shape[1])
         return out
+
+
+@contextmanager
+def complaining(who: str) -> Iterator[None]:
+    """Print what a peer says when it cannot serve a call."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        print(f"{who}: {str(error)[:200]}", file=sys.stderr, flush=True)
+
+
+class PeerProcess:
+    """A version of the peers. `ask` it one question at a time.
+
+    Args:
+        folder: unpacked.
+        serve: what runs there, with a pipe and the folder: it sends "ready", then for each question its answer.
+    """
+
+    def __init__(self, folder: Path, serve: Callable[[Connection, Path], None]) -> None:
+        self.name = folder.name
+        self._pipe, pipe = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=serve, args=(pipe, folder), daemon=True)
+        self.process.start()
+        pipe.close()
+
+    def answer(self, deadline: float) -> Any:
+        """Of the last question; None where the process has ended or is too late."""
+        try:
+            return self._pipe.recv() if self._pipe.poll(max(deadline - time.monotonic(), 0)) else None
+        except (EOFError, OSError):
+            return None
+
+    def ask(self, question: Any, deadline: float) -> dict[str, Any]:
+        """What it says to a question, by the peers' names and versions."""
+        try:
+            self._pipe.send(question)
+        except OSError:
+            return {}
+        return {f"{name} ({self.name})": said for name, said in (self.answer(deadline) or {}).items()}
+
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def unpacked() -> list[Path]:
+    """The folders of FOLDERS that are there. A program ends where there are none, with status NO_PEER."""
+    with ThreadPoolExecutor() as pool:
+        folders = list(pool.map(unpack, (Path(folder) for folder in FOLDERS if Path(folder).is_dir())))
+    if not folders:
+        print("no peer: CUPY_MLA_INDEXER_PEERS names no folder that get_indexer_peers.sh filled", file=sys.stderr)
+        sys.exit(NO_PEER)
+    return folders
+
+
+def ready(processes: list[PeerProcess], deadline: float) -> list[PeerProcess]:
+    """Those that have come up. A program ends where none has."""
+    up = [process for process in processes if process.answer(deadline) == "ready"]
+    if not up:
+        sys.exit("no peer came up")
+    return up

@@ -23,8 +23,10 @@ from cases import (
     FORMATS,
     INDEXER,
     INDEXER_V41,
+    LAYER,
     PORTABLE,
     PREFILL,
+    SERVED,
     SMALL_PREFILL,
     TRAINING,
     Group,
@@ -40,7 +42,7 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 GROUPS = [
     *PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *DENSE_FP8, *FORMATS, *CACHE_OPS, *PORTABLE, *INDEXER,
-    *INDEXER_V41, *TRAINING,
+    *INDEXER_V41, *SERVED, *LAYER, *TRAINING,
 ]  # fmt: skip
 NOT_MEASURED = "Not measured yet."
 KERNEL_ROWS = {

@@ -11,15 +11,16 @@ from inputs import normal, random_slots
 
 from cupy_mla import flash_mla, layouts, sparse_decode
 
-PEER_HEADS = 64  # fewer heads are padded to this for the peer, untimed
+PEER_HEADS = 64  # heads are padded to multiples of this for the peer, untimed
 
 
 def padded(q: torch.Tensor) -> torch.Tensor:
     """q with its heads padded to what FlashMLA takes."""
     h = q.shape[-2]
-    if h >= PEER_HEADS:
+    heads = -(-h // PEER_HEADS) * PEER_HEADS
+    if h == heads:
         return q
-    whole = torch.zeros(*q.shape[:-2], PEER_HEADS, q.shape[-1], device=q.device, dtype=q.dtype)
+    whole = torch.zeros(*q.shape[:-2], heads, q.shape[-1], device=q.device, dtype=q.dtype)
     whole[..., :h, :] = q
     return whole
 

@@ -30,7 +30,7 @@ FOLDER = Path(__file__).resolve().parent
 PROGRAMS = (
     "sparse_prefill", "small_prefill", "sparse_decode", "decode_batches", "dense_decode", "dense_fp8", "formats",
     "accuracy", "batch_invariant", "cache_ops", "portable", "thresholds", "host_overhead", "indexer", "indexer_v41",
-    "context_parallel", "training",
+    "served", "layer", "context_parallel", "training",
 )  # fmt: skip
 DONE, FAILED, LEFT_OUT = "done", "[red]failed", "[yellow]left out: its peer, or a second GPU, was not found"
 

@@ -391,6 +391,7 @@ def dense_kernels(gpu: driver.Gpu, layout: layouts.Layout) -> Iterator[str]:
 
 # Heads, and query tokens of a request: one for each tile of `logits_sm90`.
 LOGITS_SIZES = (64, 1), (64, 2), (64, 3), (40, 4), (64, 5), (32, 2), (8, 4), (32, 6), (24, 8), (32, 11)
+TOPK_SIZES = (300, 1500), (200, 5000), (200, 20000), (900, 8000), (600, 17000), (3, 20000), (2, 200000), (100, 40000)
 
 
 def logits_case(rng: np.random.Generator, heads: int, queries: int, kernel: str) -> None:
@@ -514,7 +515,7 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
             yield name, partial(backward_case, h=h, dtype=dtype, d_qk=d_qk, kernel=kernel)
     for name in ("attention_target", "dense_attention_target", "dense_lse", "indexer_loss", "dense_indexer_loss"):
         yield f"{name.partition('_')[2]} of {name}", partial(training_case, name=name)
-    for rows, width in ((200, 5000), (200, 20000), (900, 8000), (600, 17000), (3, 20000), (2, 200000), (100, 40000)):
+    for rows, width in TOPK_SIZES:
         yield f"topk {rows} x {width}", partial(topk_case, rows=rows, width=width)
     tables = {"many": topk.MANY, "few": topk.FEW, "clusters": topk.CLUSTERS}
     for name, table in tables.items():

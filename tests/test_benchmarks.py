@@ -190,6 +190,171 @@ def test_formats_that_are_read_wrongly_fail(harness, module, monkeypatch, tmp_pa
         run_formats(harness, module, monkeypatch, tmp_path, "^v32_nvfp4 h 8 ")
 
 
+def test_rows_of_served(harness, module):
+    """Within the ranges that targets name, under a name of their own, each in one group that it is judged with."""
+    program, cases = module("served"), module("cases")
+    for seed in range(3):
+        rng = random.Random(seed)
+        decodes = [*program.decodes(rng, False)]
+        prefills, selections = [*program.prefills(rng, False)], [*program.selections(rng, False)]
+        counts = Counter((row["kind"], row["h"]) for row in decodes)
+        kinds = ("V4 swa", "V4 c4a", "V4 c128a")
+        assert counts == {(kind, h): program.DRAWN for kind in kinds for h in program.HEADS}
+        assert {row["s_q"] for row in decodes} == {1, 2, 3}
+        assert {row["block"] for row in decodes} == {64, 256}
+        for row in decodes:
+            assert row["kind"] != "V4 c128a" or 64 <= row["extra_topk"] <= 1024
+            assert row["extra_topk"] % 64 == 0
+        assert {32 <= row["s_q"] <= 330 for row in prefills if row["kind"] == "prefill"} == {True}
+        assert {16 <= row["h"] <= 32 for row in prefills if row["kind"] == "few heads"} == {True}
+        assert {row["width"] <= row["k"] for row in selections} == {True, False}
+        names = [program.name_of(row) for row in (*decodes, *prefills, *selections)]
+        assert len({*names}) == len(names)
+        for name in names:
+            assert sum(group.holds(name, cases.numbers(name)) for group in cases.SERVED) == 1, name
+
+
+def run_served(harness, module, monkeypatch, tmp_path) -> dict[str, Any]:
+    """The record of served.py over small caches on the CPU, with ours in the place of FlashMLA and no other peers."""
+    program, rows = module("served"), module("rows")
+
+    def time_side_by_side(*candidates) -> list[float]:
+        for calls in candidates:
+            calls[-1]()
+        return [2.0, 3.0, 5.0][: len(candidates)]
+
+    for changed, values in (
+        (program, {"flash_mla_peer": lambda: program.flash_mla, "unpacked": list, "LARGEST": 2, "TOKENS": 1024,
+                   "ROWS": 512, "cache_of": program.cache_of.__wrapped__, "time_side_by_side": time_side_by_side}),
+        (rows, {"time_side_by_side": time_side_by_side}), (harness, {"environment": dict}),
+    ):  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setattr(changed, name, value)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    only = "^V4 .* h 8 |^short rows .* width [0-9]{1,4} |^prefill"
+    monkeypatch.setattr(sys, "argv", ["served.py", "--quick", "--seed", "7", "--only", only])
+    with on_cpu():
+        program.main()
+    return json.loads((tmp_path / "served.part.json").read_text())
+
+
+def test_served_beside_the_best_peer(harness, module, monkeypatch, tmp_path):
+    record = run_served(harness, module, monkeypatch, tmp_path)
+    assert record["seed"] == 7
+    rows = {row["kind"]: row for row in record["rows"]}
+    assert {*rows} == {"V4 swa", "V4 c4a", "V4 c128a", "prefill", "short rows"}
+    assert {row["ratio"] for row in rows.values()} == {1.5}
+    assert max(row["max_abs_err"] for row in rows.values()) < 1e-3
+    assert (rows["short rows"]["peer"], rows["short rows"]["us"]) == ("copy", {"copy": 3.0, "torch": 5.0})
+
+
+def test_served_rows_that_are_chosen_wrongly_fail(harness, module, monkeypatch, tmp_path):
+    program = module("served")
+    choose = program.cupy_mla.topk_indices
+
+    def wrong(*args, **more):
+        choose(*args, **more)[:, 0] = 1
+
+    monkeypatch.setattr(program.cupy_mla, "topk_indices", wrong)
+    with pytest.raises(SystemExit, match=r"short rows .* entries are not the row's"):
+        run_served(harness, module, monkeypatch, tmp_path)
+
+
+def test_sizes_of_a_layer(harness, module):
+    """Those that the target names and some drawn ones, each in the group that it is judged with."""
+    program, (group,) = module("layer"), module("cases").LAYER
+    for seed in range(3):
+        rows = program.sizes(random.Random(seed), False)
+        named = [(b, context) for b in (1, 8, 64) for context in (2048, 32768, 131072)]
+        assert [(row["b"], row["context"]) for row in rows[:9]] == named
+        for row in rows[9:]:
+            assert 1 <= row["b"] <= 64
+            assert 2048 <= row["context"] <= 131072
+        names = [program.name_of(row) for row in rows]
+        assert len({*names}) == len(names) > 9
+        assert all(group.holds(name, {}) for name in names)
+
+
+class VllmOnCpu:
+    """Stands in for the operations of vLLM and DeepGEMM that a layer's peer calls, by ours."""
+
+    names = ("per_row",)
+
+    def __init__(self, torch, cupy_mla) -> None:
+        self.torch, self.mla = torch, cupy_mla
+
+    def cache_ops(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            concat_and_cache_mla=lambda c, pe, rows, slots, kind, scale: self.mla.concat_and_cache_mla(
+                c, pe, rows[:, :, None], slots, layout="v32_fp8"
+            ),
+            indexer_k_quant_and_cache=lambda k, keys, slots, group, scales: self.mla.indexer_k_quant_and_cache(
+                k, keys, slots, scales
+            ),
+        )
+
+    def quantize(self, x, codes, scales, group, eps, least, most, power_of_two, *flags) -> None:
+        assert (flags, power_of_two, x.shape[1]) == ((False, False), True, group)
+        scale = self.torch.exp2((x.float().abs().amax(1, keepdim=True) / most).log2().ceil())
+        scales.copy_(scale)
+        codes.copy_(x.float() / scale)
+
+    quantize.default = SimpleNamespace(_schema=SimpleNamespace(arguments=range(10)))
+
+    def schedule(self, lens):
+        return None
+
+    def paged_logits(self, q8, keys, w, lens, table, schedule, longest):
+        return self.mla.paged_indexer_logits(q8, keys, w, lens.view(-1), table, longest)
+
+    def topk_decode(self, name, logits, lens, out):
+        return self.mla.topk_indices(logits, out.shape[1], None, lens.view(-1), out=out)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_layer_beside_the_peers_chain(harness, module, monkeypatch, tmp_path, wrong):
+    """Both chains choose the same rows of the same caches; a peer that chooses others is told of."""
+    torch = pytest.importorskip("torch")
+    program, indexer = module("layer"), module("indexer")
+    vllm = VllmOnCpu(torch, program.cupy_mla)
+    quantize = partial(vllm.quantize)
+    quantize.default = VllmOnCpu.quantize.default
+    monkeypatch.setattr(torch.ops, "_C_cache_ops", vllm.cache_ops(), raising=False)
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(per_token_group_fp8_quant=quantize), raising=False)
+
+    def time_side_by_side(*candidates) -> list[float]:
+        for chains in candidates:
+            for chain in chains:
+                chain()
+        return [2.0]
+
+    def ask(row, deadline) -> dict[str, Any]:
+        (said,) = program.measured(vllm, program.flash_mla, row, "0.0").values()
+        slots = said.slots[::-1] if wrong else said.slots
+        return {"chain (0.0)": said._replace(us=3.0, slots=slots, launches=9.0)}
+
+    for changed, values in (
+        (program, {"flash_mla_peer": lambda: program.flash_mla, "peer_name": lambda: "ours", "BATCHES": (2, 3),
+                   "unpacked": lambda: ["folder"], "ready": lambda processes, deadline: processes, "HEADS": 8,
+                   "PeerProcess": lambda *a: SimpleNamespace(ask=ask, process=SimpleNamespace(kill=lambda: None)),
+                   "CONTEXTS": (70, 190), "LONGEST": 256, "K": 64, "INDEX_HEADS": 8, "SETS": 2, "DRAWN": 0,
+                   "kernels_of": lambda chains: 7 * len(chains), "time_side_by_side": time_side_by_side}),
+        (program.driver, {"gpu": lambda device: None}),
+        (program.logits_sm90, {"shares_of_schedule": lambda *a: 4}), (harness, {"environment": dict}),
+        (program.torch.cuda, {"empty_cache": lambda: None}), (indexer.torch.cuda, {"empty_cache": lambda: None}),
+    ):  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setattr(changed, name, value)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["layer.py", "--only", "b 2 context 190"])
+    with on_cpu(), pytest.raises(SystemExit) if wrong else contextlib.nullcontext():
+        program.main()
+    (row,) = json.loads((tmp_path / "layer.part.json").read_text())["rows"]
+    assert (row["ratio"], row["launches"], row["peer_launches"], row["layers"]) == (1.5, 7, 9, 2)
+    assert row["peer"] == "chain (0.0), ours"
+    assert (row["chosen_equal"] < 0.9) if wrong else (row["chosen_equal"] == 1 and row["max_abs_err"] < 0.05)
+
+
 def test_floor_of_dense_decode(module):
     """Copying the rows, or multiplying them, whichever takes longer; rows that fit into L2 come from there."""
     floor = module("cases").dense_floor_us

@@ -1,4 +1,5 @@
-"""Launches the selection of the largest logits: `kernels_cu/indexer/topk.cu`, behind the logits or alone."""
+"""Launches the selection of the largest logits, behind the logits or alone: `kernels_cu/indexer/topk.cu`, and
+`short_rows.cu` where no row can have more than k."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ LEAST_CLUSTER_CAPABILITY = 90
 # What is needed once a row goes to local memory; by BF16. The most are of sm_80 and sm_100; sm_90 has 48.
 SPILL_BYTES = {False: 60, True: 68}
 MOST_K = 4096
+RESULTS_OF_CTA = 2048  # of short_rows
 
 
 class Shape(NamedTuple):
@@ -148,8 +150,15 @@ def kernel(shape: Shape, bf16: bool) -> Kernel:
     )  # fmt: skip
 
 
+@cache
+def short_kernel() -> Kernel:
+    """The kernel for rows that have no more than k logits, which it does not read."""
+    return Kernel("indexer/short_rows.cu", TOPK, {"RESULTS": RESULTS_OF_CTA}, overlaps=True)
+
+
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
+    yield short_kernel()
     for bf16, tables in ((False, FLOAT32_TABLES), (True, BF16_TABLES)):
         for shape in dict.fromkeys(shape for table in tables for widths in table for _, shape in widths.shapes):
             yield kernel(shape, bf16)
@@ -248,9 +257,10 @@ def select_rows(
     for chunk in range(int(ceil_div(queries, step))):
         first = chunk * step
         rows = min(step, queries - first)
-        program += ragged_logits(
-            gpu, of, Part(first, rows, workspace.ptr, stride, clean=False, all_chosen=all_chosen(k, blocks))
-        )
+        least = all_chosen(k, blocks)
+        if keys > least:  # else all keys are chosen, whatever their logits are
+            part = Part(first, rows, workspace.ptr, stride, clean=False, all_chosen=least)
+            program += ragged_logits(gpu, of, part)
         bounds = Bounds(_item(of.starts, first), _item(of.ends, first))
         requests = 0 if req_id is None else _item(req_id, first)
         logits = Logits(workspace.ptr, stride, rows, keys, False, True)
@@ -326,7 +336,8 @@ def select_candidate_rows(gpu: Gpu, of: CandidateKeys, chosen: Selection) -> Pro
     program: list = []
     for first in range(0, tokens, step):
         rows = min(step, tokens - first)
-        program += logits_of_candidates(gpu, of, Part(first, rows, workspace.ptr, stride, clean=False))
+        if width > k:  # else all candidates are chosen
+            program += logits_of_candidates(gpu, of, Part(first, rows, workspace.ptr, stride, clean=False))
         logits = Logits(workspace.ptr, stride, rows, width, False, True)
         bounds = Bounds(0, _item(of.lens, first), in_blocks=True)
         to_positions = block_table(of.candidates, CANDIDATE_BLOCK, first, rows)
@@ -349,10 +360,12 @@ def choice(
     if rows == 0:
         return ()
     params = TOPK(
-        table=table, logits=logits.ptr, starts=bounds.starts, ends=bounds.ends, requests=requests, out=out,
-        logits_stride=logits.stride, out_stride=out_stride, lens_stride=bounds.lens_stride, rows=rows, width=width, k=k,
-        queries=bounds.queries, aligned=int(logits.aligned), in_blocks=int(bounds.in_blocks),
+        table=table, logits=logits.ptr if width > k else 0, starts=bounds.starts, ends=bounds.ends, requests=requests,
+        out=out, logits_stride=logits.stride, out_stride=out_stride, lens_stride=bounds.lens_stride, rows=rows,
+        width=width, k=k, queries=bounds.queries, aligned=int(logits.aligned), in_blocks=int(bounds.in_blocks),
     )  # fmt: skip
+    if width <= k:
+        return [Launch(short_kernel(), (rows, ceil_div(k, RESULTS_OF_CTA), 1), params)]
     shape, cluster = choose(gpu, rows, width, k, logits.bf16)
     return [Launch(kernel(shape, logits.bf16), (rows * cluster, 1, 1), params, cluster)]
 

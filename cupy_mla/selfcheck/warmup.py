@@ -85,7 +85,7 @@ def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
         return []
     modules = {logits.PORTABLE: logits, logits.SM90: logits_sm90}
     blocks_aligned = config.keys_per_block * INDEXER_FP8.token_bytes % 16 == 0
-    found = [kernel for kernel in topk.kernels() if not kernel.defines["BF16"]]
+    found = [kernel for kernel in topk.kernels() if not kernel.defines.get("BF16")]
     for paged, aligned in ((False, True), (True, blocks_aligned)):
         name = logits.choose(gpu.capability, aligned, logits.asked_kernel()).kernel
         for kernel in modules[name].kernels():

@@ -23,45 +23,35 @@
 //              of their block in shared memory, long ones look up a block for each that is chosen
 //
 // No atomics decide about places, so results do not depend on timing. Of rows no longer than k all is chosen, whatever
-// their logits are. FEW, rows in registers that begin at column 0: all columns are loaded while the row's end is still
+// their logits are; where no row may be longer, `short_rows` runs instead. FEW, rows in registers that begin at column 0: all columns are loaded while the row's end is still
 // being read. ORDERED: many long rows of at most 2^20 columns. BF16: logits are bfloat16.
 //
 // Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), 4 bytes a thread for blocks or 4 a
 // chunk, and a few words a warp. Bits or ranks take the pool's place, chosen columns or results that of histograms.
 #include "indexer/topk/long_row.cuh"
 #include "indexer/topk/results.cuh"
+#include "indexer/topk/short_row.cuh"
 #include "ptx/griddepcontrol.cuh"
 
-// Stores result_of(0) to result_of(count - 1), and -1 up to k. Called by the CTA.
-template <typename ResultOf>
-__device__ __forceinline__ void store_all(const TopkParams& p, int32_t* to, int count, ResultOf result_of) {
-    const auto result_at = [&](int i) { return i < count ? result_of(i) : -1; };
-    const int fours = reinterpret_cast<uint64_t>(to) % 16 == 0 ? p.k / 4 : 0;
+template <typename Four>
+__device__ __forceinline__ void store_all(const BlockTable& table, const int32_t* blocks, int32_t* to, int count,
+                                          int k) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < fours; i += THREADS) {
-        const int at = 4 * i;
-        reinterpret_cast<int4*>(to)[i] = {result_at(at), result_at(at + 1), result_at(at + 2), result_at(at + 3)};
+    for (int at = threadIdx.x * 4; at < k; at += THREADS * 4) {
+        Four four;
+        four.load(table, blocks, at);
+        four.store(table, to, count, k);
     }
-#pragma unroll 1
-    for (int i = 4 * fours + threadIdx.x; i < p.k; i += THREADS) to[i] = result_at(i);
 }
 
-// All of a range of at most k items are chosen. Not inline: its code would stand in front of the other rows'.
-__device__ __noinline__ void choose_all(const TopkParams& p, int row, Range range) {
-    int32_t* const to = p.out + row * p.out_stride;
-    const int count = range.end - range.begin;
-    if (p.table.blocks == nullptr) {
-        store_all(p, to, count, [](int i) { return i; });
-        return;
-    }
-    const Shifts shifts(p, range, range);
-    if (shifts.count > 0) {
-        shared().shifts[threadIdx.x] = shifts.load(p, row);
-        __syncthreads();
-        store_all(p, to, count, [&](int i) { return Shifts::slot_of(shifts.shifted(p, i)); });
+// All of a row of at most k items are chosen. Not inline: its code would stand in front of the other rows'. What it takes
+// of the parameters it takes by value: through a reference to these each would be loaded from memory.
+__device__ __noinline__ void choose_all(BlockTable table, const int32_t* requests, int queries, int row, int32_t* to,
+                                        int count, int k) {
+    if (table.blocks == nullptr) {
+        store_all<FourPositions>(table, nullptr, to, count, k);
     } else {
-        const Results results = results_of(p, row, range);
-        store_all(p, to, count, [&](int i) { return results.slot_of(p, range.begin + i); });
+        store_all<FourSlots>(table, blocks_of_row(table, requests, queries, row), to, count, k);
     }
 }
 
@@ -203,12 +193,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
 #endif
     wait_for_earlier_kernels();
     Tile tile;
-    const bool early = FEW && !STREAMED && p.starts == nullptr && p.width > p.k;
+    const bool early = FEW && !STREAMED && p.starts == nullptr;
     if (early) tile.load(p, row, {0, p.width}, 0);
     const Range of_row = columns_of_row(p, row);
     const int length = of_row.end - of_row.begin;
     if (length <= p.k) {
-        if (part == 0) choose_all(p, row, of_row);
+        if (part == 0) choose_all(p.table, p.requests, p.queries, row, p.out + row * p.out_stride, length, p.k);
         return;
     }
     const Range range = part_of(of_row, part, parts);

@@ -1,18 +1,9 @@
 // Ranges of a row, and the logits of one in registers.
 #pragma once
 #include "indexer/order.cuh"
-#include "indexer/topk/row_range.cuh"
 #include "indexer/topk/shared.cuh"
 #include "ptx/arithmetic.cuh"
 #include "tile/warp.cuh"
-
-// Columns [begin, end) of a row that are looked at. Candidate blocks of 8 keys end where their row does: of a row of as many
-// as there is room for, the last one has the row's last keys.
-__device__ __forceinline__ Range columns_of_row(const TopkParams& p, int row) {
-    Range range = range_of_row(p, row);
-    if (p.in_blocks) range.end = min(range.end, p.width - (-p.ends[row] & 7));
-    return range;
-}
 
 // A part's share of a row's range, cut at whole vectors.
 __device__ __forceinline__ Range part_of(const Range& range, int part, int parts) {

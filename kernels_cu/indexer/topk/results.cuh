@@ -3,12 +3,6 @@
 #include "indexer/topk/items.cuh"
 #include "ptx/global.cuh"
 
-// The request's row of the block table; null: the table has no such request.
-__device__ __forceinline__ const int32_t* blocks_of_row(const TopkParams& p, int row) {
-    const int request = p.requests == nullptr ? request_of_row(p, row) : p.requests[row];
-    return has_request(p.table, request) ? p.table.blocks + request * p.table.stride : nullptr;
-}
-
 // Makes slots of the positions of a part of a row: a position's slot is the position plus the shift of its block, and
 // -1 where that is negative. Shifts are in shared memory, one a thread at most.
 struct Shifts {

@@ -7,9 +7,8 @@ struct Range {
 };
 
 // Without a table of requests.
-template <typename Params>
-__device__ __forceinline__ int request_of_row(const Params& p, int row) {
-    return p.queries <= 1 ? row : uint32_t(row) / uint32_t(p.queries);
+__device__ __forceinline__ int request_of_row(int queries, int row) {
+    return queries <= 1 ? row : uint32_t(row) / uint32_t(queries);
 }
 
 // Of parameters with `starts`, `ends`, `lens_stride` and `queries` as TopkParams has them, and `width`.
@@ -20,7 +19,7 @@ __device__ __forceinline__ Range range_of_row(const Params& p, int row) {
         if (p.queries == 0) {
             end = p.ends[row];
         } else {
-            const int request = request_of_row(p, row), query = row - request * p.queries;
+            const int request = request_of_row(p.queries, row), query = row - request * p.queries;
             end =
                 p.lens_stride == 0 ? p.ends[request] - p.queries + query + 1 : p.ends[request * p.lens_stride + query];
         }

@@ -1,24 +1,9 @@
-// Selection of the largest logits: its parameter, its constants and its shared memory.
+// Selection of the largest logits: its constants and its shared memory.
 #pragma once
+#include "indexer/topk/params.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/shared.cuh"
-#include "rows/block_table.cuh"
-
-// cupy_mla/cuda/structs.py declares the same fields.
-struct TopkParams {
-    BlockTable table;         // for slots as results; `blocks` is null for positions
-    const void* logits;       // [rows, width]
-    const int32_t* starts;    // [rows], or null
-    const int32_t* ends;      // [rows]; [rows / queries] or [rows / queries, queries] context lengths; or null
-    const int32_t* requests;  // [rows] rows of the table; null: row / queries
-    int32_t* out;             // [rows, k]
-    int64_t logits_stride, out_stride, lens_stride;  // items
-    int32_t rows, width, k;
-    int32_t queries;    // of a request: `ends` are context lengths; 0: they are ends
-    int32_t aligned;    // rows allow loads of four logits
-    int32_t in_blocks;  // columns are those of candidate blocks; `ends` are [rows] numbers of keys
-};
 
 constexpr int WARPS = THREADS / 32;
 constexpr int VECTORS = ITEMS / 4, TILE = THREADS * ITEMS;  // items
