@@ -76,6 +76,20 @@ SOURCES = {
         def get_forward_context():
             return context
         """,
+    "platforms/__init__": """
+        from vllm.platforms.interface import Platform
+
+        current_platform: Platform = Platform()
+        """,
+    "platforms/interface": """
+        class DeviceCapability:
+            major: int
+            minor: int
+
+        class Platform:
+            def get_device_capability(cls):
+                return None
+        """,
     "v1/__init__": "",
     "v1/worker/__init__": "",
     "v1/worker/workspace": """
@@ -89,6 +103,14 @@ SOURCES = {
             return WorkspaceManager()
         """,
     "v1/attention/__init__": "",
+    "v1/attention/ops/__init__": "",
+    "v1/attention/ops/common": """
+        class PackSeqTritonKernel:
+            def get_warmup_keys(self, *, dtype, pad_value):
+                return ["does not compile below 8.9"]
+
+        _PACK_SEQ_TRITON_KERNEL = PackSeqTritonKernel()
+        """,
     "v1/attention/backends/__init__": "",
     "v1/attention/backends/registry": """
         from enum import Enum
@@ -437,10 +459,30 @@ SOURCES = {
                 self.candidate_blocks = candidate_blocks
         """,
     "models/deepseek_v32/__init__": "",
+    "models/deepseek_v32/common/__init__": "",
+    "models/deepseek_v32/common/kernels": """
+        def fused_norm_rope(
+            positions, q_c, q_rms_norm_w, q_rms_eps, kv_c, kv_rms_norm_w, kv_rms_eps, k_pe, k_rope_cos_sin_cache,
+            index_k, index_k_layer_norm_w, index_k_layer_norm_bias, index_k_layer_norm_eps,
+            index_k_rope_cos_sin_cache, topk_indices_buffer, slot_mapping=None, indexer_slot_mapping=None,
+            indexer_k_cache=None, indexer_cache_shuffled=False, mla_kv_cache=None, mla_kv_cache_dtype="auto",
+            mla_k_scale=None, has_indexer=True, index_rope_interleave=False, q_c_out=None, kv_c_out=None,
+            k_pe_out=None, index_k_out=None, skip_scale=False,
+        ):
+            raise NotImplementedError
+
+        def fused_q(
+            positions, q_pe, q_pe_cos_sin_cache, index_q, index_q_cos_sin_cache, ql_nope, q_scale, index_weights,
+            index_weights_softmax_scale, index_weights_head_scale, has_indexer=True, index_rope_interleave=False,
+            quantize_mqa=True,
+        ):
+            raise NotImplementedError
+        """,
     "models/deepseek_v32/attention": """
         from types import SimpleNamespace
 
         from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer, sparse_attn_indexer
+        from vllm.models.deepseek_v32.common.kernels import fused_norm_rope, fused_q
 
         class DeepseekV32Indexer:
             def __init__(self, prefix, topk_indices_buffer, **more):

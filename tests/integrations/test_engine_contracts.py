@@ -69,6 +69,7 @@ def test_steps_by_the_classes_of_the_wheel(rng_seed) -> None:
     assert result.stdout.count("steps of two layers and their indexer") == 3
     assert result.stdout.count("two ranks that share rows") == 2
     assert result.stdout.count("registered by") == 2
+    assert "bytes of the fused kernels below 8.9" in result.stdout
 
 
 @pytest.mark.contracts

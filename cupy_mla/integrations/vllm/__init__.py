@@ -31,7 +31,7 @@ MODES = (*PLACES, "off")
 SERVED = "0.33"
 NAMED = 3  # things that a warning names, of those that another version lacks
 
-# What `sparse_mla` and `indexer` build on.
+# What `sparse_mla`, `indexer` and `fused` build on.
 SPARSE_MLA: Needs = {
     "v1.attention.backends.registry": (
         "AttentionBackendEnum.CUSTOM",
@@ -127,6 +127,26 @@ SPARSE_MLA: Needs = {
         "DeepseekV32Indexer.indexer_op",
         "DeepseekV32Indexer.k_cache",
         "DeepseekV32Attention._sparse_indexer_and_attn(self)",
+        "fused_norm_rope",
+        "fused_q",
+    ),
+    "platforms": ("current_platform",),
+    "platforms.interface": ("DeviceCapability.major", "Platform.get_device_capability(cls)"),
+    # What `fused` takes the place of.
+    "models.deepseek_v32.common.kernels": (
+        "fused_norm_rope"
+        "(positions, q_c, q_rms_norm_w, q_rms_eps, kv_c, kv_rms_norm_w, kv_rms_eps, k_pe, k_rope_cos_sin_cache, "
+        "index_k, index_k_layer_norm_w, index_k_layer_norm_bias, index_k_layer_norm_eps, index_k_rope_cos_sin_cache, "
+        "topk_indices_buffer, slot_mapping, indexer_slot_mapping, indexer_k_cache, indexer_cache_shuffled, "
+        "mla_kv_cache, mla_kv_cache_dtype, mla_k_scale, has_indexer, index_rope_interleave, q_c_out, kv_c_out, "
+        "k_pe_out, index_k_out, skip_scale)",
+        "fused_q"
+        "(positions, q_pe, q_pe_cos_sin_cache, index_q, index_q_cos_sin_cache, ql_nope, q_scale, index_weights, "
+        "index_weights_softmax_scale, index_weights_head_scale, has_indexer, index_rope_interleave, quantize_mqa)",
+    ),
+    "v1.attention.ops.common": (
+        "_PACK_SEQ_TRITON_KERNEL",
+        "PackSeqTritonKernel.get_warmup_keys(self, dtype, pad_value)",
     ),
     "model_executor.layers.sparse_attn_indexer": (
         "mqa_logits_use_mx_scales",

@@ -37,7 +37,6 @@ else:
     StockBuilder = common.SparseMLACommonMetadataBuilder
     StockImpl = common.SparseMLACommonImpl
 
-DEEP_GEMM = (9, 10, 12)  # major compute capabilities for which vLLM's indexers have kernels
 WRITTEN = ("auto", "bfloat16", "fp8_ds_mla")  # cache types that `concat_and_cache_mla` writes
 
 
@@ -60,7 +59,7 @@ class CupyMLASparseBackend(StockBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Of attention; what else a layer needs, `supports_combination` says, which can tell why not."""
+        """Of attention; what else a layer needs, `supports_combination` and `indexer.adopt` say."""
         return SparseMLABackend.supports_compute_capability(capability.major, capability.minor)
 
     @classmethod
@@ -77,12 +76,12 @@ class CupyMLASparseBackend(StockBackend):
         device_capability: Any,
     ) -> str | None:
         """Why a layer cannot be served, None where it can."""
-        major, minor = device_capability.major, device_capability.minor
-        if major not in DEEP_GEMM:
-            lacking = "vLLM's indexer needs DeepGEMM, which has kernels for compute capability 9.0, 10.x and 12.x"
-            if (major, minor) < (8, 9):
-                lacking += ", and vLLM's kernels of norm, RoPE and cache write need FP8, from 8.9 on"
-            return f"{lacking}; this GPU has {major}.{minor}"
+        if head_size == 512 and device_capability.major not in indexer.DEEP_GEMM:
+            major, minor = device_capability.major, device_capability.minor
+            return (
+                "models without RoPE have an indexer of vLLM's, which needs DeepGEMM: it has kernels for compute "
+                f"capability 9.0, 10.x and 12.x; this GPU has {major}.{minor}"
+            )
         config = get_current_vllm_config_or_none()
         model = None if config is None else config.model_config
         if head_size == 512 and model is not None and getattr(model.hf_text_config, "qk_rope_head_dim", 64) != 0:
