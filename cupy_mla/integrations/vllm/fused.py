@@ -133,7 +133,8 @@ def rotated(x: torch.Tensor, by: torch.Tensor, interleaved: bool) -> torch.Tenso
     else:
         product = torch.complex(turned[..., :half], turned[..., half:]) * by
         parts = [product.real, product.imag]
-    return torch.cat((*parts, rest), -1)
+    parts += [rest] if rest.shape[-1] else []
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
 def power_of_two(x: torch.Tensor) -> torch.Tensor:
