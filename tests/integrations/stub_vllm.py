@@ -540,11 +540,11 @@ SOURCES = {
                 self.topk_indices_buffer = topk_indices_buffer
 
             def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
-                "Rows of this rank's tokens counted over gaps between blocks, moved to the front of each list."
+                "Rows of this rank's tokens counted over gaps between blocks, moved to the front; behind stand others."
                 block, meta = attn_metadata.block_size, attn_metadata
                 tokens = len(q[0] if isinstance(q, tuple) else q)
                 stride = flat_kv_row_view(kv_c_and_k_pe_cache, block)[1]
-                rows = torch.full((tokens, self.topk_indices_buffer.shape[1]), -1, dtype=torch.int32)
+                rows = torch.zeros(tokens, self.topk_indices_buffer.shape[1], dtype=torch.int32)
                 counts = torch.zeros(tokens, dtype=torch.int32)
                 for t in range(tokens):
                     table = meta.block_table[meta.req_id_per_token[t]]

@@ -186,6 +186,22 @@ def builder_of(adapter, cache: str, rope: bool = True, heads: int = 12, **fields
     return builder
 
 
+@pytest.mark.parametrize(
+    ("cache", "rope", "rows"), [("bf16", True, "bf16 576"), ("bf16", False, "bf16 512"), ("fp8", True, "v32_fp8 576")]
+)
+def test_the_dense_way_must_be_faster_over_the_caches_rows(
+    adapter, rng, monkeypatch, cache: str, rope: bool, rows: str
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        adapter.short, "faster_than_lists", lambda place, of, *sizes: asked.append(f"{of.name} {of.d_qk}")
+    )
+    step = make_step(rng, 12, [1, 1], [TOPK, 3], rope=rope)
+    built = builder_of(adapter, cache, rope).build(0, vllm_batch(step.batch, 2))
+    assert adapter.short.dense_decodes_of(built) is None
+    assert asked == [rows]
+
+
 @pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("longest", [TOPK - 1, TOPK, TOPK + 1])
