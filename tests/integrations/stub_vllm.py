@@ -1,4 +1,4 @@
-"""Stand-ins for the parts of vLLM 0.33 that our plug-in builds on: a package on disk with the same names.
+"""Stand-ins for the parts of vLLM 0.32 and 0.33 that our plug-in builds on: a package on disk with the same names.
 
 They do as little as the plug-in needs: build metadata of one batch, reserve buffers, and note what they are told.
 `tests/integrations/test_engine_contracts.py` holds the real package to the same names and parameters.
@@ -296,6 +296,7 @@ SOURCES = {
         class AttentionImplBase:
             scale: float
             can_return_lse_for_decode: bool = False
+            dcp_rank: int = 0
             dcp_world_size: int = 1
             lse_base_on_e: bool = True
             need_to_return_lse_for_decode: bool = False
@@ -317,7 +318,7 @@ SOURCES = {
             supports_pcp = True
 
             def do_kv_cache_update(
-                self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
+                self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
             ):
                 raise NotImplementedError
         """,
@@ -467,7 +468,7 @@ SOURCES = {
             index_k_rope_cos_sin_cache, topk_indices_buffer, slot_mapping=None, indexer_slot_mapping=None,
             indexer_k_cache=None, indexer_cache_shuffled=False, mla_kv_cache=None, mla_kv_cache_dtype="auto",
             mla_k_scale=None, has_indexer=True, index_rope_interleave=False, q_c_out=None, kv_c_out=None,
-            k_pe_out=None, index_k_out=None, skip_scale=False,
+            k_pe_out=None, index_k_out=None,
         ):
             raise NotImplementedError
 
@@ -495,17 +496,34 @@ SOURCES = {
                 raise NotImplementedError
         """,
     "v1/attention/backends/mla/sparse_utils": """
+        import torch
+
         def flat_kv_row_view(kv_cache, block_size):
             blocks, _, width = kv_cache.shape
             stride = kv_cache.stride(0) // width
             return kv_cache.as_strided(((blocks - 1) * stride + block_size, width), (width, 1)), stride
+
+        def triton_filter_and_convert_dcp_index(
+            req_id, block_table, token_indices, dcp_size, dcp_rank, cp_kv_cache_interleave_size=1, BLOCK_SIZE=64,
+            BLOCK_STRIDE_ROWS=None, NUM_TOPK_TOKENS=2048, BLOCK_N=128, return_valid_counts=False,
+        ):
+            "Rows of this rank's tokens counted over gaps between blocks, moved to the front; behind stand others."
+            assert return_valid_counts and NUM_TOPK_TOKENS == token_indices.shape[1]
+            rows = torch.zeros(token_indices.shape, dtype=torch.int32)
+            counts = torch.zeros(len(rows), dtype=torch.int32)
+            for t, chosen in enumerate(token_indices.tolist()):
+                table = block_table[req_id[t]]
+                own = [p for p in chosen if p >= 0 and p // cp_kv_cache_interleave_size % dcp_size == dcp_rank]
+                rows[t, : len(own)] = torch.tensor(
+                    [int(table[p // BLOCK_SIZE]) * BLOCK_STRIDE_ROWS + p % BLOCK_SIZE for p in own]
+                )
+                counts[t] = len(own)
+            return rows, counts
         """,
     "model_executor/layers/attention/sparse_mla_attention": """
-        import torch
-
         from vllm.model_executor.layers.attention.mla_attention import MLACommonBaseImpl
         from vllm.v1.attention.backend import max_decode_query_len
-        from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
+        from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_convert_dcp_index
 
         class SparseMLACommonMetadata:
             pass
@@ -539,25 +557,15 @@ SOURCES = {
                 super().__init__(scale, kv_cache_dtype, qk_rope_head_dim, num_heads)
                 self.topk_indices_buffer = topk_indices_buffer
 
-            def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
-                "Rows of this rank's tokens counted over gaps between blocks, moved to the front; behind stand others."
-                block, meta = attn_metadata.block_size, attn_metadata
-                tokens = len(q[0] if isinstance(q, tuple) else q)
-                stride = flat_kv_row_view(kv_c_and_k_pe_cache, block)[1]
-                rows = torch.zeros(tokens, self.topk_indices_buffer.shape[1], dtype=torch.int32)
-                counts = torch.zeros(tokens, dtype=torch.int32)
-                for t in range(tokens):
-                    table = meta.block_table[meta.req_id_per_token[t]]
-                    own = [int(p) for p in self.topk_indices_buffer[t] if p >= 0 and meta.is_own(p)]
-                    rows[t, : len(own)] = torch.tensor([int(table[p // block]) * stride + p % block for p in own])
-                    counts[t] = len(own)
-                return self._forward_mqa_kernel(
-                    q, kv_c_and_k_pe_cache, rows, counts, layer=layer, block_size=block,
-                    is_decode=meta.num_decode_tokens >= tokens,
+            def _convert_logical_to_physical_topk(
+                self, logical_topk_indices, attn_metadata, *, block_stride_rows, return_valid_counts
+            ):
+                assert self.dcp_world_size == 1 and return_valid_counts
+                meta = attn_metadata
+                return triton_filter_and_convert_dcp_index(
+                    meta.req_id_per_token, meta.block_table, logical_topk_indices, 1, 0, 1, meta.block_size,
+                    block_stride_rows, logical_topk_indices.shape[1], return_valid_counts=True,
                 )
-
-            def _forward_mqa_kernel(self, q, kv_cache, topk_indices, valid_counts, *, layer, block_size, is_decode):
-                raise NotImplementedError
         """,
 }
 

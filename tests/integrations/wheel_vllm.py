@@ -327,13 +327,15 @@ def parts_of_ranks(rng: np.random.Generator, ours: ModuleType, spec: Any, cache_
         layers.append(impl_of(backend, 8, cache_type, topk_indices_buffer=lists))
     groups["_DCP"] = None
 
-    def own(requests: torch.Tensor, table: torch.Tensor, chosen: torch.Tensor, **more: Any) -> Any:
+    def own(requests: torch.Tensor, table: torch.Tensor, chosen: torch.Tensor, *sizes: int, **more: Any) -> Any:
         """vLLM's Triton kernel; each rank keeps its rows where one rank alone has all."""
-        mine = torch.where(chosen % more["dcp_size"] == more["dcp_rank"], chosen, -1)
+        ranks, rank, interleave, block_size, stride, width = sizes
+        assert (ranks, interleave, block_size, stride, width) == (2, 1, BLOCK_SIZE, BLOCK_SIZE, K)
+        mine = torch.where(chosen % ranks == rank, chosen, -1)
         mine = mine.sort(descending=True)[0].contiguous()
         return convert_req_index_to_global_index(requests, table, mine, BLOCK_SIZE, return_valid_counts=True)
 
-    vars(ours.common)["triton_filter_and_convert_dcp_index"] = own
+    vars(ours)["triton_filter_and_convert_dcp_index"] = own
     caches = Caches(rng, BLOCK_SIZE, 8, K, TIMES)
     rows = as_torch(caches.rows[layout])
     for name in ("decodes", "both", "a prefill after decodes"):
@@ -407,7 +409,7 @@ def fused_kernels(rng: np.random.Generator) -> None:
                 angles if indexer else None, lists, slot_mapping=slots, indexer_slot_mapping=slots if indexer else None,
                 indexer_k_cache=keys if indexer else None, indexer_cache_shuffled=False,
                 mla_kv_cache=latent if fp8 else latent.view(torch.bfloat16),
-                mla_kv_cache_dtype="fp8_ds_mla" if fp8 else "auto", mla_k_scale=torch.ones(1), skip_scale=True,
+                mla_kv_cache_dtype="fp8_ds_mla" if fp8 else "auto", mla_k_scale=torch.ones(1),
                 has_indexer=indexer, index_rope_interleave=interleaved, kv_c_out=outs[0], k_pe_out=outs[1],
                 index_k_out=None,
             )  # fmt: skip

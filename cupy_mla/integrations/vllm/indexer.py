@@ -84,8 +84,9 @@ def _lacking(layers: Any, indexer: Any) -> str | None:
     op = indexer.indexer_op
     if op.use_pcp or op.dcp_world_size > 1:
         return "context parallelism"
-    if op.use_fp4_cache or stock.mqa_logits_use_mx_scales():
-        return "FP4 keys or MX scales"  # the latter of compute capability 10.x
+    # MX scales are those of vLLM 0.33 on compute capability 10.x.
+    if op.use_fp4_cache or getattr(stock, "mqa_logits_use_mx_scales", bool)():
+        return "FP4 keys or MX scales"
     return None if op.candidate_blocks is None else "candidate blocks"
 
 

@@ -3,9 +3,9 @@
 Ours is the attention, over FP8 and bf16 caches and for any number of heads, and in DeepSeek-V3.2 and GLM-5 the choice
 of rows (`indexer.py`). So is the cache write where vLLM asks the backend for it: in GLM-5.3-Flash and under
 prefill context parallelism; DeepSeek-V3.2's layers write rows by a fused kernel of their own. Index conversion stays
-vLLM's, as does the dense attention that it gives to prefills of at most topk tokens. Prefills over an FP8 cache go to
-the decode kernel, which reads FP8 rows in place. Decodes of short contexts attend over all rows, without lists, where
-that is faster (`short.py`).
+vLLM's, once for the layers that share an indexer, as does the dense attention that it gives to prefills of at most topk
+tokens. Prefills over an FP8 cache go to the decode kernel, which reads FP8 rows in place. Decodes of short contexts
+attend over all rows, without lists, where that is faster (`short.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention import sparse_mla_attention as common
 from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
-from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
+from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view, triton_filter_and_convert_dcp_index
 
 from ...backends.sparse_mla import SparseMLABackend
 from ...layouts import BF16_512, BF16_576, V32_FP8
@@ -83,6 +83,8 @@ class CupyMLASparseBackend(StockBackend):
                 f"capability 9.0, 10.x and 12.x; this GPU has {major}.{minor}"
             )
         config = get_current_vllm_config_or_none()
+        if config is not None and config.attention_config.hisparse_config is not None:
+            return "HiSparse not supported: it has rows outside of the cache"
         model = None if config is None else config.model_config
         if head_size == 512 and model is not None and getattr(model.hf_text_config, "qk_rope_head_dim", 64) != 0:
             return "head size 512 is served for models without RoPE alone"
@@ -127,8 +129,7 @@ class CupyMLASparseBuilder(StockBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         built = self._stock_build(common_prefix_len, common_attn_metadata, fast_build)
         config = self.vllm_config
-        # A rank of several has a part of the rows; HiSparse has them elsewhere.
-        if self.dcp_world_size == 1 and not self.use_pcp and config.attention_config.hisparse_config is None:
+        if self.dcp_world_size == 1 and not self.use_pcp:  # a rank of several has a part of the rows
             layout = BF16_576 if self.mla_dims.qk_rope_head_dim else BF16_512
             if self.kv_cache_spec.cache_dtype_str == "fp8_ds_mla":
                 layout = V32_FP8
@@ -147,7 +148,6 @@ class CupyMLASparseImpl(StockImpl):
             would leave them out.
     """
 
-    _stock_forward_mqa: Any = common.SparseMLACommonImpl.forward_mqa
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
     lse_base_on_e: bool = True
@@ -205,11 +205,27 @@ class CupyMLASparseImpl(StockImpl):
         attn_metadata: Any,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        dense = short.dense_decodes_of(attn_metadata)
-        if dense is None:
-            return self._stock_forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-        query = whole(q, BF16_576.d_qk if self.fp8 else kv_c_and_k_pe_cache.shape[-1])
-        return short.attend(query, kv_c_and_k_pe_cache, dense, self.scale, self.sinks), None
+        """Attention [T, h, 512] of a step, and lse [T, h] for ranks that have a part of the rows."""
+        cache, step = kv_c_and_k_pe_cache, attn_metadata
+        dense = short.dense_decodes_of(step)
+        if dense is not None:
+            query = whole(q, BF16_576.d_qk if self.fp8 else cache.shape[-1])
+            return short.attend(query, cache, dense, self.scale, self.sinks), None
+        tokens = len(q[0] if isinstance(q, tuple) else q)
+        lists, (_, stride) = self.topk_indices_buffer[:tokens], flat_kv_row_view(cache, step.block_size)
+        if self.dcp_world_size > 1:
+            slots, counts = triton_filter_and_convert_dcp_index(
+                step.req_id_per_token[:tokens], step.block_table, lists, self.dcp_world_size, self.dcp_rank,
+                step.cp_kv_cache_interleave_size, step.block_size, stride, lists.shape[1], return_valid_counts=True,
+            )  # fmt: skip
+        else:  # once for the layers that share an indexer
+            slots, counts = self._convert_logical_to_physical_topk(
+                lists, step, block_stride_rows=stride, return_valid_counts=True
+            )
+        return self._forward_mqa_kernel(
+            q, cache, slots, counts, layer=layer, block_size=step.block_size,
+            is_decode=step.num_decode_tokens >= tokens,
+        )  # fmt: skip
 
     def _forward_mqa_kernel(
         self,
