@@ -53,6 +53,7 @@ def test_backend(adapter) -> None:
     assert backend.get_impl_cls() is adapter.CupyMLASparseImpl
     builder = builder_of(adapter, "bf16")
     assert builder.metadata_cls is adapter.common.SparseMLACommonMetadata
+    assert builder._cudagraph_support.name == "UNIFORM_BATCH", "full graphs hold decodes, speculative ones too"
 
 
 @contextmanager
@@ -305,6 +306,7 @@ def test_the_parts_of_ranks_merge(adapter, rng, cache: str, decode: bool) -> Non
     cache_type, layout = CACHES[cache]
     with of_ranks(2):
         impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64, as_torch(step.topk_indices))
+    assert impl.lse_base_on_e
     outs, lses = [], []
     for rank in range(2):
         impl.dcp_rank, meta = rank, metadata(step, 3 if decode else 0)
