@@ -58,10 +58,12 @@ def test_attention_on_hopper(kind, emulated, rng, fmt):
 
 
 @pytest.mark.long(sample=1)
+@pytest.mark.parametrize("name", ["portable", "fp8_sm90"])
 @every_pair
-def test_extra_cache_of_another_layout(kind, emulated, rng, fmt, extra_fmt, h_q, num_splits):
+def test_extra_cache_of_another_layout(kind, emulated, rng, force, fmt, extra_fmt, h_q, num_splits, name):
+    force(name)
     of_operation.test_extra_cache_of_another_layout(kind, rng, fmt, extra_fmt, h_q, num_splits)
-    assert "portable" in emulated.launched
+    assert name in emulated.launched
 
 
 @pytest.mark.long(sample=3)
