@@ -1,5 +1,5 @@
-// PTX ISA: mbarrier.init, .arrive, .arrive.expect_tx, .test_wait.parity, .try_wait.parity; cp.async.mbarrier.arrive.noinc; cp.async.bulk;
-// fence.mbarrier_init. sm_90.
+// PTX ISA: mbarrier.init, .arrive, .arrive.expect_tx, .test_wait.parity, .try_wait.parity; fence.mbarrier_init;
+// cp.async.mbarrier.arrive.noinc; cp.async.bulk. sm_90.
 #pragma once
 #include "ptx/types.cuh"
 

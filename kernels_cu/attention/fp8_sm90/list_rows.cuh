@@ -100,6 +100,9 @@ __device__ __forceinline__ int count_to_end(const Work& w, int lane, const int (
     return min(w.count(), IN_TURN ? ceil_div(max(tiles, 0), w.step) : max(tiles, 0));
 }
 
+// Loads at a time with which the producer warps find an end, as registers allow.
+constexpr int LOADS_OF_END = CONSUMERS_LOOK ? 4 : EXPAND && END == End::KEEP ? 1 : 2;
+
 // Each of the four producer warps copies 16 rows of every tile that has a valid entry. List entries are loaded AHEAD
 // tiles before their rows: under load they take 2,000 cycles. Warp 0 also fetches Q in the meantime. Returns the stage
 // behind the split.
@@ -109,7 +112,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
     const Slots slots(p);
     int count = w.count();
     auto find_count = [&] {
-        const int end = find_end<CONSUMERS_LOOK ? 4 : EXPAND && END == End::KEEP ? 1 : 2, false>(p, w, 32 * warp + lane, WARPGROUP);
+        const int end = find_end<LOADS_OF_END, false>(p, w, 32 * warp + lane, WARPGROUP);
         if (lane == 0) small().ends[warp] = end;
         named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
         count = count_to_end(w, lane, small().ends);

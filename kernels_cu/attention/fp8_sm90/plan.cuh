@@ -15,16 +15,16 @@
 #include "tile/swizzle.cuh"
 #include "tile/warp.cuh"
 
-// The scales of a row: float32 (V32_FP8, V32_NOPE_FP8), UE8M0, which are powers of two (V4_FP8, V41_FP8), e4m3 (FP4), or one
-// of the call (PLAIN). HAS_ROPE: the last 64 values are bfloat16.
+// The scales of a row: float32 (V32_FP8, V32_NOPE_FP8), UE8M0, which are powers of two (V4_FP8, V41_FP8), e4m3 (FP4),
+// or one of the call (PLAIN). HAS_ROPE: the last 64 values are bfloat16.
 constexpr bool FLOAT_SCALES = Row::FOLDED_SCALES != 0, E8M0_SCALES = SCALE_E8M0 != 0, PLAIN = SCALE_OF_CALL != 0;
 constexpr bool HAS_ROPE = D_ROPE > 0 && !ROPE_CODED;
 // Rows of the cache, or those of an extra cache beside one of V41_FP8, are FP4: the producer warps EXPAND them.
 constexpr bool FP4 = CODE_BITS == 4, FP4_EXTRA = EXTRA_ROWS != 0, EXPAND = FP4 || FP4_EXTRA;
 // Chunks are of 64 columns at most: K is multiplied by their scales, too.
 constexpr bool FINE_SCALES = E8M0_SCALES || FP4;
-// A row in shared memory has e4m3 codes, RoPE, and its scales. Of an FP4 row that is so once it is expanded: what is copied
-// begins so far behind the row's begin that its codes end where the e4m3 codes will.
+// A row in shared memory has e4m3 codes, RoPE, and its scales. Of an FP4 row that is so once it is expanded: what is
+// copied begins so far behind the row's begin that its codes end where the e4m3 codes will.
 constexpr int COPIED_AT = FP4 ? D_NOPE / 2 : 0, EXTRA_COPIED_AT = D_V / 2;
 constexpr int ROPE_AT = COPIED_AT + ROPE_OFFSET, SCALES_AT = COPIED_AT + (SCALES_APART ? ROW_STRIDE : SCALE_OFFSET);
 constexpr int FP4_SCALES = 32;  // bytes of an FP4 row's scales
@@ -67,10 +67,11 @@ constexpr int STAGE_BYTES = STAGE_ROWS * STRIDE;
 // Rows of a stage that stand behind each other as in the cache.
 constexpr int RUN_ROWS = PAIRED ? 2 : STRIDE == ROW_STRIDE ? WARP_ROWS : 1;
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = D_QK / 64;  // column blocks of 64; behind those of NoPE is RoPE
-constexpr int LINES_BYTES = HEADS * LINE_BYTES;          // a swizzled line for each head: a column block of Q, or a P
-// Ranges of columns with a scale of their own, and how many columns these are. Where FP4 rows may be, all are as theirs.
-constexpr int CHUNKS = EXPAND ? D_NOPE / 16 : NUM_SCALES > 0 ? NUM_SCALES : 1, CHUNK_COLUMNS = EXPAND ? 16 : SCALE_TILE;
-constexpr int OWN_HEADS = HEADS / 4;                     // of S^T and O^T in a thread (tile/heads.cuh)
+constexpr int LINES_BYTES = HEADS * LINE_BYTES;  // a swizzled line for each head: a column block of Q, or a P
+// Columns of a range with a scale of its own, and ranges. Where FP4 rows may be, all are as theirs.
+constexpr int CHUNK_COLUMNS = EXPAND ? 16 : SCALE_TILE;
+constexpr int CHUNKS = EXPAND ? D_NOPE / 16 : NUM_SCALES > 0 ? NUM_SCALES : 1;
+constexpr int OWN_HEADS = HEADS / 4;  // of S^T and O^T in a thread (tile/heads.cuh)
 // Denominators in a thread: of all its heads, over its own rows. With 64 heads there are no registers for that: of two
 // heads, over the rows of eight lanes.
 constexpr int SUMS = HEADS == 64 ? 2 : OWN_HEADS;

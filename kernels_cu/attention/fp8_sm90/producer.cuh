@@ -14,7 +14,7 @@
 // The number in a tile of the i-th of COPIERS stages that producer warp `warp` copies rows of.
 __device__ __forceinline__ int stage_of_copier(int i, int warp) { return COPIERS == 1 ? warp : i; }
 
-// The barrier for which the copies of a stage wait: EXPAND: that of the producer warps, who then arrive at the consumers'.
+// Where the copies of a stage count. EXPAND: the producer warps wait there, and arrive at the consumers' barrier.
 __device__ __forceinline__ uint32_t copied_barrier(int place) {
 #if CODE_BITS == 4 || EXTRA_ROWS
     return shared_address(&small().copied[place]);
@@ -36,8 +36,8 @@ __device__ __forceinline__ void copy_scales(uint32_t to, const uint8_t* from, bo
 // `of_extra`: they are the extra cache's, where that counts (FP4_EXTRA). `follows()` says what follows the tile, once
 // copies have started.
 template <typename AnyRow, typename Act>
-__device__ __forceinline__ void copy_tile(const AnyRow& row, int run, bool of_extra, uint32_t first, int warp, int lane,
-                                          Act follows) {
+__device__ __forceinline__ void copy_tile(const AnyRow& row, int run, bool of_extra, uint32_t first, int warp,
+                                          int lane, Act follows) {
     const bool other = FP4_EXTRA && of_extra;
     const int at = other ? EXTRA_COPIED_AT : COPIED_AT, bytes = other ? EXTRA_STRIDE : ROW_STRIDE;
     Small& sm = small();
@@ -71,8 +71,8 @@ __device__ __forceinline__ void copy_tile(const AnyRow& row, int run, bool of_ex
 
 // --- FP4 rows are expanded -------------------------------------------------------------------------------------
 
-// Expands a warp's rows, which begin at `rows`: e2m1 codes become e4m3 codes, 16 a lane. They are read before those of any
-// lane are written over them.
+// Expands a warp's rows, which begin at `rows`: e2m1 codes become e4m3 codes, 16 a lane. They are read before those of
+// any lane are written over them.
 __device__ __forceinline__ void expand_rows(uint32_t rows, int lane) {
     constexpr int AT_ONCE = END == End::KEEP ? 2 : 4;  // rows, as registers allow
     const uint32_t from = rows + D_NOPE / 2 + 8 * lane, to = rows + 16 * lane;
@@ -90,7 +90,8 @@ __device__ __forceinline__ void expand_rows(uint32_t rows, int lane) {
     }
 }
 
-// Hands a warp's rows of the tile that begins with stage `first` to the consumers once they have come, FP4 rows expanded.
+// Once a warp's rows of the tile that begins with stage `first` have come: expands FP4 rows, and hands all to the
+// consumers.
 __device__ __forceinline__ void expand_tile(uint32_t first, int warp, int lane) {
     const int copier = warp % COPIERS;
 #pragma unroll 1
@@ -105,10 +106,10 @@ __device__ __forceinline__ void expand_tile(uint32_t first, int warp, int lane) 
     }
 }
 
-// Expands the tiles from stage `expanded` on, up to `stage`. `copies`: the tile there is to be copied, so only until it has
-// a place, and those that have not come yet may be left. A tile is expanded while later ones are on their way, and a copy
-// never waits for one that could start at once. What a place waits for is at most that the tile before the last copied one
-// is expanded: a tile is released before the one after the next is needed.
+// Expands the copied tiles from stage `expanded` on, all of them up to `stage`. `copies`: the tile that begins there is
+// to be copied, so this ends as soon as it has a place. So no copy waits for an expansion, and tiles are expanded while
+// later ones are on their way. Nothing waits in a circle: a place is free once both consumer warpgroups have multiplied
+// its tile, for which they need the tile behind it, no later one. A split's tiles are all expanded when it ends.
 __device__ __forceinline__ void catch_up(uint32_t& expanded, uint32_t stage, bool copies, int warp, int lane) {
     constexpr uint32_t NAP = 200;  // nanoseconds between two looks whether there is a place
     if (!EXPAND) return;

@@ -246,7 +246,7 @@ __device__ __forceinline__ void load_rope(uint32_t row, int t, uint32_t (&words)
     }
 }
 
-// V4_FP8, V4_NVFP4: stores it where it was, in the order of load_columns: of 16 columns the even ones, then the odd ones.
+// HAS_ROPE: stores it where it was, in the order of load_columns: of 16 columns the even ones, then the odd ones.
 __device__ __forceinline__ void store_rope(uint32_t row, int t, const uint32_t (&words)[8]) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
@@ -419,8 +419,8 @@ __device__ __forceinline__ RowScales load_scales_of_64(uint32_t row, int t, floa
 }
 
 // V41_FP8: the scales of both rows, sixteen of 32 columns each. A thread's own four, t, t + 4 ..., are those of its
-// columns 128 c + 32 t .. + 31, which become pairs of f16 in `ratio`; FP4_EXTRA: of each two column blocks, in the result
-// alone. Both rows' are computed at once, as bfloat16: a scale's byte is the exponent of one.
+// columns 128 c + 32 t .. + 31, which become pairs of f16 in `ratio`; FP4_EXTRA: twice in the result, for each column
+// block, and not in `ratio`. Both rows' are computed at once, as bfloat16: a scale's byte is the exponent of one.
 __device__ __forceinline__ RowScales load_scales_of_32(uint32_t row, int t, float logit_scale, uint32_t (*ratio)[2]) {
     const Vec16 x = load_shared_16(row + SCALES_AT), y = load_shared_16(row + 8 * STRIDE + SCALES_AT);
     const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
@@ -445,8 +445,8 @@ __device__ __forceinline__ RowScales load_scales_of_32(uint32_t row, int t, floa
     return result;
 }
 
-// FP4 rows: of the e4m3 scales of both rows those that the thread's bytes of a row are under, as f16, which is exact: of
-// columns 128 n + 32 t + 16 odd .. + 15; of a column block that is alone, of columns 64 block + 16 t .. + 15.
+// FP4 rows: of the e4m3 scales of both rows those that the thread's bytes of a row are under, as f16, which is exact.
+// These are of columns 128 n + 32 t + 16 odd .. + 15; of a column block that is alone, 64 block + 16 t .. + 15.
 __device__ __forceinline__ void load_scales_of_16(uint32_t row, int t, uint32_t (&own)[RATIO_WORDS]) {
     const uint32_t at = row + SCALES_AT, at_8 = at + 8 * STRIDE;
     if constexpr (SCALES_IN_FOURS) {  // number s stands at 8 (s % 4) + s / 4: 16 (t % 2) + 8 odd + 2 n + t / 2
@@ -459,8 +459,9 @@ __device__ __forceinline__ void load_scales_of_16(uint32_t row, int t, uint32_t 
     } else {
 #pragma unroll
         for (int n = 0; n < RATIO_WORDS / 2; ++n)
-            e4m3x4_to_f16x2(__byte_perm(load_shared_2(at + 8 * n + 2 * t), load_shared_2(at_8 + 8 * n + 2 * t), 0x5140),
-                            own[2 * n], own[2 * n + 1]);
+            e4m3x4_to_f16x2(
+                __byte_perm(load_shared_2(at + 8 * n + 2 * t), load_shared_2(at_8 + 8 * n + 2 * t), 0x5140),
+                own[2 * n], own[2 * n + 1]);
         if constexpr (RATIO_WORDS % 2 == 1) {
             constexpr int LAST = 4 * (RATIO_WORDS - 1);
             uint32_t none;
@@ -484,7 +485,7 @@ __device__ __forceinline__ RowScales scales_of_fp4(uint32_t row, int t, float lo
     return result;
 }
 
-// V4_NVFP4: so that RoPE, which becomes f16 divided by r, in `rope` and in the ring, stays below 2^15, r may be above 1.
+// V4_NVFP4: RoPE becomes f16 divided by r, in `rope` and in the ring. So that it stays below 2^15, r may be above 1.
 __device__ __forceinline__ RowScales scales_of_fp4_and_rope(uint32_t row, int t, float logit_scale,
                                                             uint32_t (&rope)[2][8]) {
     RowScales result;
@@ -493,8 +494,7 @@ __device__ __forceinline__ RowScales scales_of_fp4_and_rope(uint32_t row, int t,
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         load_rope(row + i * 8 * STRIDE, t, rope[i]);
-        const int exponent =
-            set_exponent(result, i, max(largest_exponent(rope[i]) - ROPE_HEADROOM, 127), logit_scale);
+        const int exponent = set_exponent(result, i, max(largest_exponent(rope[i]) - ROPE_HEADROOM, 127), logit_scale);
         divide_rope(row + i * 8 * STRIDE, t, exponent, rope[i]);
         inverse[i] = inverse_power_of_two(exponent);
     }
