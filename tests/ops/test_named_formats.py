@@ -299,8 +299,8 @@ FP4_ROWS = {
 @every_fp4_list
 @pytest.mark.parametrize("h_q", [7, 64])
 def test_fp4_rows_are_exact(kind, rng, fmt, extra_fmt, h_q):
-    """A query that sees one row gets its values, whatever its codes and scales, those that are 0, subnormal, negative or
-    the largest too; NaN under a scale of NaN."""
+    """A query that sees one row gets its values, whatever its codes and scales: 0, subnormal, negative, large; NaN
+    under a scale of NaN."""
     of, tokens = extra_fmt or fmt, 40
     cache = np.zeros((1, tokens, of.token_bytes), np.uint8)
     for t, row in enumerate(latent(rng, tokens, of.d_qk)):

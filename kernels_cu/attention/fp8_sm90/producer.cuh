@@ -101,7 +101,7 @@ __device__ __forceinline__ void expand_tile(uint32_t first, int warp, int lane) 
         mbarrier_wait(copied_barrier(place), phase_of(stage));
         if (FP4 || small().marks[place] >> 8 * copier & OF_EXTRA)
             expand_rows(stage_address(stage) + copier * WARP_ROWS * STRIDE, lane);
-        __syncwarp();
+        release_reads();
         mbarrier_arrive_for_warp(shared_address(&small().full[place]), lane);
     }
 }

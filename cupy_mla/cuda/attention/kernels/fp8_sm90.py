@@ -76,11 +76,11 @@ def defines(
 
 
 @cache
-def kernel(layout: Layout, heads: int, division: int, extra: Layout | None = None) -> Kernel:
+def kernel(layout: Layout, heads: int, division: int, extra: Layout | None) -> Kernel:
     """The kernel for one cache layout, heads of a CTA, and one of `DIVISIONS`.
 
     Args:
-        extra: the layout of extra caches, where it is another.
+        extra: the layout of extra caches, where it is another; else None.
     """
     spills = SPILL_BYTES_OF.get(layout, SPILL_BYTES)
     made = defines(layout, heads, division, extra=extra)
@@ -93,7 +93,7 @@ def kernel(layout: Layout, heads: int, division: int, extra: Layout | None = Non
 @cache
 def cluster_kernel() -> Kernel:
     """The variant that is asked how many clusters run at a time; a CTA of every variant takes a whole SM."""
-    return kernel(V32_FP8, max(HEADS), CLUSTERS)
+    return kernel(V32_FP8, max(HEADS), CLUSTERS, None)
 
 
 def kernels() -> Iterator[Kernel]:
