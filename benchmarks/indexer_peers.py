@@ -141,9 +141,6 @@ class PeerProcess:
         return {f"{name} ({self.name})": said for name, said in (self.answer(deadline) or {}).items()}
 
 
-SPAWN = multiprocessing.get_context("spawn")
-
-
 def unpacked() -> list[Path]:
     """The folders of FOLDERS that are there. A program ends where there are none, with status NO_PEER."""
     with ThreadPoolExecutor() as pool:
