@@ -27,7 +27,7 @@ from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, logits_sm90, topk
 from cupy_mla.cuda.attention import dense
 from cupy_mla.cuda.attention.choose import DENSE_NAMES, VARIABLE
-from cupy_mla.cuda.attention.divide import Clusters, Segments, Shares, Teams, Whole
+from cupy_mla.cuda.attention.divide import Clusters, Division, Segments, Shares, Teams, Whole
 from cupy_mla.cuda.attention.kernels import few_heads_sm90, fp8_sm90, portable
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
@@ -217,7 +217,8 @@ SPLITS = {**FLAT, "fp8_sm90": (1, 3, 20)}
 def decode_case(
     rng: np.random.Generator, layout: layouts.Layout, h: int, kernel: str, other: layouts.Layout | None = None
 ) -> None:
-    """Splits of two caches, the second one of layout `other`, or of one, flat cache."""
+    """Splits of two caches, the second one of layout `other`, or of one, flat cache. Of `fp8_sm90` over two layouts,
+    every division as well."""
     cache, gpu_cache = packed(rng, layout, 3, 61)
     extra, gpu_extra = packed(rng, other or layout, 20, 2)
     q = (10 * rng.standard_normal((2, 2, h, layout.d_qk))).astype(BF16)
@@ -235,6 +236,15 @@ def decode_case(
     for splits in SPLITS.get(kernel, (1, 3)):
         result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=splits, **named, **gpu_second)
         compare_attention(f"decode {' '.join(named.values())} h {h} {kernel} splits {splits}", result, expected)
+    for division in divisions_of(64 if h > 32 else 32) if other is not None and kernel == "fp8_sm90" else ():
+        with cupy_mla.forced(division=division):
+            result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, **named, **gpu_second)
+        compare_attention(f"decode {' '.join(named.values())} h {h} {kernel} {division}", result, expected)
+
+
+def divisions_of(heads: int) -> tuple[Division, ...]:
+    """One of every kind that `fp8_sm90` has."""
+    return Whole(heads), Clusters(heads, 3, 3), Shares(heads), Teams(heads, 2), Segments(heads, 3)
 
 
 DENSE_SPLITS = {"dense_cluster_sm90": (None, 3), "dense_whole_sm90": (None, 1)}
@@ -559,7 +569,7 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
             for kernel in dense_kernels(driver.gpu(0), layout):
                 yield f"dense {name} h {h} {kernel}", partial(dense_case, layout=layout, h=h, kernel=kernel)
     for layout, others in layouts.EXTRA_OF.items():
-        for other, h, kernel in product(others, (8, 32, 64), shapes):
+        for other, h, kernel in product(others, (8, 32, 64), (*(decode_kernels(layout) if hopper else ()), *shapes)):
             case = partial(decode_case, layout=layout, h=h, kernel=kernel, other=other)
             yield f"decode {layout.name} beside {other.name} h {h} {kernel}", case
     plain = (layouts.PLAIN_FP8_576, layouts.PLAIN_FP8_512) if hopper else ()

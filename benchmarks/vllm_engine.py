@@ -1,9 +1,11 @@
 """vLLM's engine on a small random DeepSeek-V3.2: its own attention and indexer against the plug-in's.
 
-    python benchmarks/vllm_engine.py PACK [--tensor-parallel 2] [--limit SECONDS]
+    python benchmarks/vllm_engine.py PACK [--tensor-parallel 2] [--limit SECONDS] [--kernels-only]
 
-PACK is the folder that `get_vllm_new.sh` made: a vLLM and what it needs. Every engine runs in a process of its own;
-all start at the same time. While two of them are measured, the others are stopped:
+PACK is the folder that `get_vllm_new.sh` made: a vLLM and what it needs. First the kernels that the plug-in makes ready
+are compiled, by all cores, into CuPy's disk cache; `--kernels-only` ends then, and a later run finds them where
+ENGINE_CACHES says. Every engine runs in a process of its own; all start at the same time. While two of them are
+measured, the others are stopped:
 
 - tokens: greedy continuations of prompts of 7 to 3000 tokens, compared one by one under the same text: where ours
   chooses another token than stock, that counts as one apart, and it goes on from stock's text. `gap_apart` is the
@@ -57,6 +59,7 @@ from configparser import ConfigParser
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,6 +84,7 @@ TRAFFIC_REQUESTS, TRAFFIC_NEW_TOKENS, TRAFFIC_A_STEP, TRAFFIC_ROUNDS = 120, 24, 
 TRAFFIC_LENGTHS, TRAFFIC_SHARED = (20, 1500), 1024  # tokens of a prompt, and of the beginning of some
 MEASURING = 40  # seconds of the limit that starting leaves
 VARIANTS = ("stock", "ours", "float32")
+MOST_REQUESTS, MOST_TOKENS = 64, 4096  # of an engine; the latter of a batch and of a sequence
 
 
 class Setting(NamedTuple):
@@ -93,6 +97,8 @@ class Setting(NamedTuple):
         traffic: whether a prefix cache is on and traffic is served, instead.
         speculation: tokens that are guessed for each decode.
         two_gpus: whether it is measured with tensor parallelism, too.
+        sharing: GPUs that have parts of each request's rows (decode context parallelism), of those of tensor
+            parallelism; more than one: it is measured with that alone. vLLM's own indexer needs CuTe DSL for it.
     """
 
     cache: str
@@ -105,10 +111,12 @@ class Setting(NamedTuple):
     two_gpus: bool = True
     traffic: bool = False
     speculation: int = 0
+    sharing: int = 1
 
     def __str__(self) -> str:
         layers = "1 layer" if self.layers == 1 else f"{self.layers} layers"
         more = " prefix cache" * self.traffic + f" {self.speculation} guessed" * (self.speculation > 0)
+        more += f" {self.sharing} GPUs share rows" * (self.sharing > 1)
         return f"{self.cache} {self.heads} heads {layers} topk {self.topk} {self.mode}{more}"
 
     @property
@@ -137,7 +145,56 @@ SETTINGS = (
     serving(Setting("fp8", 64, 1, 512, "graphs"), speculation=3),
     serving(Setting("auto", 64, 1, 512, "graphs")),
     serving(Setting("fp8", 64, 16, 2048, "graphs")),
+    Setting("fp8", 64, 1, 512, "graphs", sharing=2),
 )
+
+
+def chosen_settings(parts: list[str], gpus: int) -> list[Setting]:
+    """Settings of so many GPUs whose name contains one of these."""
+    fit = [s for s in SETTINGS if (s.two_gpus and gpus % s.sharing == 0 if gpus > 1 else s.sharing == 1)]
+    return [s for s in fit if any(part in str(s) for part in parts)]
+
+
+# --- kernels --------------------------------------------------------------------------------------------------
+
+
+def layers_of(setting: Setting, gpus: int) -> Any:
+    """What the plug-in is told of an engine's layers, a `SparseMLAConfig`."""
+    from cupy_mla.integrations.vllm import warm
+
+    guessing = SimpleNamespace(num_speculative_tokens=setting.speculation) if setting.speculation else None
+    engine = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=MOST_REQUESTS, max_num_batched_tokens=MOST_TOKENS),
+        model_config=SimpleNamespace(max_model_len=MOST_TOKENS), speculative_config=guessing,
+    )  # fmt: skip
+    heads = setting.heads // gpus * min(setting.sharing, gpus)
+    return warm.layers_of(engine, heads, setting.topk, "v32_fp8" if "fp8" in setting.cache else "bf16", rope=True)
+
+
+def may_need(kernel: Any, layers: list[Any]) -> bool:
+    """Whether the warm-up of layers may load a kernel: it reads rows of theirs, if it reads rows of a cache at all."""
+    from cupy_mla.layouts import INDEXER_LAYOUTS
+
+    of = [*INDEXER_LAYOUTS, *(config.layout for config in layers)]
+    return "TOKEN_BYTES" not in kernel.defines or any(each.defines().items() <= kernel.defines.items() for each in of)
+
+
+def make_kernels(layers: list[Any]) -> None:
+    """Compile what such layers need into CuPy's disk cache. Their own warm-up then finds nearly all of it."""
+    from cupy_mla.cuda import all_kernels, driver
+    from cupy_mla.warmup import warmup
+
+    began, capability = time.perf_counter(), driver.gpu(0).capability
+    kernels = [kernel for kernel in all_kernels() if kernel.suits(capability) and may_need(kernel, layers)]
+    if capability >= 90:
+        kernels = [kernel for kernel in kernels if "portable" not in kernel.file]
+    kernels.sort(key=lambda kernel: "attention/" not in kernel.file)  # what takes longest first
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda kernel: kernel.load(0), kernels))
+    print(f"{len(kernels)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    for config in layers:
+        warmup(config)
+    print(f"{len(layers)} kinds of layers ready in {time.perf_counter() - began:.0f} s", flush=True)
 
 
 # --- an engine's process --------------------------------------------------------------------------------------
@@ -178,7 +235,8 @@ def start(setting: Setting, variant: str, model: str, tensor_parallel: int) -> A
     guessing: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": setting.speculation}
     guessing |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     return LLM(
-        model, skip_tokenizer_init=True, max_model_len=4096, max_num_batched_tokens=4096, max_num_seqs=64,
+        model, skip_tokenizer_init=True, max_model_len=MOST_TOKENS, max_num_batched_tokens=MOST_TOKENS,
+        max_num_seqs=MOST_REQUESTS, decode_context_parallel_size=min(setting.sharing, tensor_parallel),
         kv_cache_dtype=setting.cache, block_size=64, enable_prefix_caching=setting.traffic, gpu_memory_utilization=0.04,
         kv_cache_memory_bytes=setting.layers * KV_BYTES, enforce_eager=eager, seed=0, max_logprobs=2,
         tensor_parallel_size=tensor_parallel, disable_custom_all_reduce=tensor_parallel > 1,
@@ -902,6 +960,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that an engine is divided over")
     parser.add_argument("--limit", type=float, default=130, help="seconds after which nothing more is begun")
     parser.add_argument("--only", nargs="+", default=[""], help="settings whose name contains one of these")
+    parser.add_argument("--kernels-only", action="store_true", help="compile our kernels, and measure nothing")
     options = parser.parse_args()
     deadline = time.monotonic() + options.limit
     folder = Path(tempfile.mkdtemp(prefix="vllm_engine"))
@@ -914,7 +973,16 @@ def main() -> None:
     import tiny_v32  # type: ignore[import-not-found]
 
     several = options.tensor_parallel > 1
-    settings = [s for s in SETTINGS if any(part in str(s) for part in options.only) and (s.two_gpus or not several)]
+    settings = chosen_settings(options.only, options.tensor_parallel)
+    layers = {layers_of(s, gpus) for s in settings for gpus in {1, options.tensor_parallel}}
+    maker = multiprocessing.get_context("spawn").Process(target=make_kernels, args=(sorted(layers, key=repr),))
+    maker.start()
+    maker.join()
+    print(f"kernels are there after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
+    if maker.exitcode:
+        raise SystemExit("the kernels could not be compiled")
+    if options.kernels_only:
+        return
 
     def write_model(s: Setting) -> None:
         tiny_v32.write(folder / s.model, heads=s.heads, topk=s.topk, layers=s.layers)
@@ -933,22 +1001,10 @@ def main() -> None:
         if several and setting.compared and setting.cache == "auto":
             engines[setting, "alike"] = Engine(folder, setting, "alike", options.tensor_parallel)
             engines[setting, "alike on one GPU"] = Engine(folder, setting, "alike", 1)
-    warmups = [
-        subprocess.Popen(
-            [sys.executable, "-m", "cupy_mla", "warmup", "--heads", str(heads), "--layout", layout], cwd=ROOT,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )
-        for heads, layout in sorted({
-            (s.heads // ranks, "fp8_ds_mla" if "fp8" in s.cache else "bf16")
-            for s in settings for ranks in {1, options.tensor_parallel}
-        })
-    ]  # fmt: skip
     up = set(started(list(engines.values()), deadline - MEASURING))
     print(
         f"{len(up)} of {len(engines)} engines up after {time.monotonic() - deadline + options.limit:.0f} s", flush=True
     )
-    for process in warmups:  # what they have not compiled yet, no engine needs
-        process.kill()
     there = {key: engine for key, engine in engines.items() if engine in up}
     rows: dict[Setting, list[Row]] = {s: [] for s in settings if {(s, "ours"), (s, "stock")} <= there.keys()}
     try:

@@ -165,6 +165,15 @@ class Layout:
             "ROPE_CODED": int(self.rope_coded),
         }
 
+    def defines_of_extra(self) -> dict[str, int]:
+        """The constants of an extra cache's layout, where it is another than the main cache's."""
+        return {
+            "EXTRA_ROWS": 1,
+            "EXTRA_ROW_STRIDE": self.row_stride,
+            "EXTRA_SCALE_OFFSET": self.scale_offset,
+            "EXTRA_SCALE_STRIDE": self.scale_stride,
+        }
+
 
 def _of_16_bits(d_qk: int, name: str, half: bool, *aliases: str) -> Layout:
     return Layout(

@@ -62,6 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 OPT_IN = ("every_arch", "long", "contracts")  # marks of what runs only where -m names it
+EMULATED = 2  # cases of a file in tests/emulator, all of which are `long`
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -72,6 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: set[pytest.Item] = set()
     if not any("::" in argument for argument in config.args):
         left_out.update(_not_asked_for(config, items))
+        left_out.update(_emulated_too_long(config, [item for item in items if item not in left_out]))
     if why_no_gpu() and not config.getoption("--emulate"):
         of_gpu = _by_function(item for item in items if item.get_closest_marker("gpu"))
         left_out.update(item for cases in of_gpu.values() for item in cases[1:])
@@ -87,14 +89,12 @@ def pytest_collection_finish() -> None:
 
 
 def _not_asked_for(config: pytest.Config, items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Tests with a mark of OPT_IN, but for a sample where the mark names its size: `@pytest.mark.long(sample=3)`. Of
-    those that -m asks for, all but the --share.
+    """Tests with a mark of OPT_IN, but for a sample where the mark names its size: `@pytest.mark.long(sample=3)`, or
+    `long(part=3)`, one in three. Of those that -m asks for, all but the --share.
 
     Every process of a run draws the same sample, and so does the next run, whose kernels are then compiled: it is
     another one when the kernels change, or by --seed. Cases on a GPU are never left out.
     """
-    seed = config.getoption("--seed")
-    seed = kernels_hash() if seed is None else seed
     for mark in OPT_IN:
         asked = mark in config.getoption("-m")
         share = config.getoption("--share") if mark != "contracts" else 1.0
@@ -102,10 +102,35 @@ def _not_asked_for(config: pytest.Config, items: list[pytest.Item]) -> Iterator[
             continue
         marked = _by_function(i for i in items if i.get_closest_marker(mark) and not i.get_closest_marker("gpu"))
         for name, cases in marked.items():
-            size = max(case.get_closest_marker(mark).kwargs.get("sample", 0) for case in cases)
-            size = math.ceil(share * len(cases)) if asked else min(size, len(cases))
-            taken = random.Random(f"{seed} {name}").sample(range(len(cases)), size)
+            size = math.ceil(share * len(cases)) if asked else max(_sample(case, mark, cases) for case in cases)
+            taken = random.Random(f"{_seed(config)} {name}").sample(range(len(cases)), size)
             yield from (case for number, case in enumerate(cases) if number not in taken)
+
+
+def _emulated_too_long(config: pytest.Config, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of the cases of a file of the emulator that were drawn all but EMULATED, unless -m asks for them."""
+    if "long" in config.getoption("-m"):
+        return
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.parent.name == "emulator" and item.get_closest_marker("long"):
+            files.setdefault(item.path.name, []).append(item)
+    for name, cases in files.items():
+        taken = random.Random(f"{_seed(config)} {name}").sample(cases, min(EMULATED, len(cases)))
+        yield from (case for case in cases if case not in taken)
+
+
+@cache
+def _seed(config: pytest.Config) -> int:
+    """Of the samples."""
+    seed = config.getoption("--seed")
+    return kernels_hash() if seed is None else seed
+
+
+def _sample(case: pytest.Item, mark: str, cases: list[pytest.Item]) -> int:
+    """How many of a test's cases the mark of one of them wants."""
+    given = case.get_closest_marker(mark).kwargs
+    return math.ceil(len(cases) / given["part"]) if "part" in given else min(given.get("sample", 0), len(cases))
 
 
 def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
@@ -131,10 +156,11 @@ def rng(rng_seed: int) -> np.random.Generator:
     return np.random.default_rng(rng_seed)
 
 
-@pytest.fixture(
-    scope="session",
-    params=[pytest.param(name, marks=[pytest.mark.gpu] if cls.on_gpu else []) for name, cls in kinds.KINDS.items()],
-)
+# Tensors on the CPU run the code of NumPy's arrays, behind a bridge.
+MARKS = {"numpy": [], "torch": [pytest.mark.long(part=3)], "cupy": [pytest.mark.gpu], "torch_cuda": [pytest.mark.gpu]}
+
+
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=MARKS[name]) for name in kinds.KINDS])
 def kind(request: pytest.FixtureRequest) -> kinds.NumPy:
     """One kind of array after the other."""
     return kinds.make(request.param)

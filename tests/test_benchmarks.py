@@ -400,6 +400,7 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_small_cases_run_every_kernel(module, monkeypatch, rng, gpu):
     """On an H200; but for `LEFT_OUT`, sanitizers see all variants of kernels."""
     torch = pytest.importorskip("torch")
@@ -930,6 +931,46 @@ def test_speed_is_of_pairs_around_which_the_machine_was_fastest(module):
         "tokens_per_s_stock": 600.0, "tokens_per_s_stock_low": 125.0, "tokens_per_s_stock_high": 3000.0,
         "loop_us_ours": 105.0, "loop_us_stock": 115.0, "tokens_per_s_ratio": 1.75,
     }  # fmt: skip
+
+
+def test_settings_of_one_gpu_and_of_several(module):
+    """GPUs that share rows are several, whose number theirs divides; what is compiled is the plug-in's own config."""
+    pytest.importorskip("torch", reason="torch is not installed, which the plug-in imports")
+    program = module("vllm_engine")
+    one, two, three = (program.chosen_settings([""], gpus) for gpus in (1, 2, 3))
+    assert {setting.sharing for setting in one} == {setting.sharing for setting in three} == {1}
+    assert {setting.sharing for setting in two} == {1, 2}
+    assert {setting.speculation for setting in one} > {0}
+    assert any(setting.traffic and setting.layers > 1 and setting.topk == 2048 for setting in one)
+    (shared,) = (setting for setting in two if setting.sharing == 2)
+    assert program.layers_of(shared, 2) == program.layers_of(shared, 1), "each has the heads of both"
+    assert program.layers_of(shared._replace(sharing=1), 2).num_heads == 32
+    assert program.chosen_settings(["share rows"], 2) == [shared]
+
+
+def test_kernels_that_layers_may_need(module):
+    """Those of other caches are not compiled."""
+    pytest.importorskip("torch", reason="torch is not installed, which the plug-in imports")
+    from cupy_mla.cuda import all_kernels
+
+    program = module("vllm_engine")
+    fp8, bf16 = (program.layers_of(program.Setting(cache, 64, 1, 512, "graphs"), 1) for cache in ("fp8_ds_mla", "auto"))
+    kernels = [kernel for kernel in all_kernels() if kernel.suits(90)]
+
+    def of(*layers):
+        return {repr(kernel) for kernel in kernels if program.may_need(kernel, list(layers))}
+
+    both = of(fp8, bf16)
+    assert of(fp8) < both < {repr(kernel) for kernel in kernels}
+    assert of(fp8) | of(bf16) == both
+    assert sum(name.startswith("attention/fp8_sm90") for name in of(fp8)) > 0
+    assert not any(name.startswith("attention/fp8_sm90") for name in of(bf16))
+    assert {name.split(".")[0] for name in both} >= {
+        "indexer/logits_sm90",
+        "indexer/topk",
+        "cache/pack",
+        "indices/convert",
+    }
 
 
 def test_traffic_is_of_three_rounds(module):

@@ -195,6 +195,11 @@ def test_a_circle_and_an_import_upward_are_found(tmp_path):
 
 # --- CUDA -----------------------------------------------------------------------------------------------------
 
+# Folders with the parts of a kernel, which its .cu file puts together.
+PARTS = tuple(
+    f"attention/{kernel}" for kernel in ("bf16_few_heads_sm90", "bf16_sm90", "few_heads_sm90", "fp8_sm90", "portable")
+)
+
 # What a file may include, by its folder: folders, or headers. A .cu file is a kernel, which nothing includes.
 HEADERS = {
     "ptx": ("ptx",),
@@ -208,22 +213,12 @@ HEADERS = {
         "attention/dense.cuh",
         "attention/division",
     ),
-    **{
-        stages: ("ptx", "rows", "tile", "attention/division", "attention/role.cuh", stages)
-        for stages in ("attention/fp8_sm90", "attention/few_heads_sm90")
-    },
-    "attention": (
-        "ptx",
-        "rows",
-        "tile",
-        "attention/division",
-        "attention/fp8_sm90",
-        "attention/few_heads_sm90",
-        "attention",
-    ),
+    **{parts: ("ptx", "rows", "tile", "attention/division", "attention/role.cuh", parts) for parts in PARTS},
+    "attention": ("ptx", "rows", "tile", "attention/division", *PARTS, "attention"),
     "cache": ("ptx", "rows", "tile", "cache"),
     "indexer/topk": ("ptx", "rows", "tile", "indexer/order.cuh", "indexer/topk"),
-    "indexer": ("ptx", "rows", "tile", "indexer/topk", "indexer"),
+    "indexer/logits_sm90": ("ptx", "rows", "tile", "indexer/keys.cuh", "indexer/schedule.cuh", "indexer/logits_sm90"),
+    "indexer": ("ptx", "rows", "tile", "indexer/topk", "indexer/logits_sm90", "indexer"),
     "indices": ("ptx", "rows", "tile", "indices"),
 }
 SIDEWAYS = {("indexer/gather_keys.cu", "cache/request_tokens.cuh")}  # a header of another folder on the same floor

@@ -9,7 +9,8 @@
 // The launch overlaps the one before: until that has ended, the producers find their work, the consumers that of Q.
 //
 // grid: x = (query * head tiles + head tile) * CTAs of the cluster + rank.
-#include "attention/bf16_partials.cuh"
+#include "attention/bf16_sm90.cuh"
+#include "attention/bf16_sm90/partials.cuh"
 
 struct Cluster : SingleQueries {
     static constexpr bool CLUSTER = true, POLICY = true, OVERLAPS = true;

@@ -6,7 +6,8 @@
 //                                             3. merged       2.      1. left to the CTA that has the end of item 9
 //
 // grid: x CTAs.
-#include "attention/bf16_partials.cuh"
+#include "attention/bf16_sm90.cuh"
+#include "attention/bf16_sm90/partials.cuh"
 #include "attention/division/shares.cuh"
 
 struct State {

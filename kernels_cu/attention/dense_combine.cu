@@ -13,7 +13,7 @@
 #if FP8_PARTIALS
 #include "attention/fp8_sm90/chunks.cuh"
 #else
-#include "attention/bf16_chunks.cuh"
+#include "attention/bf16_sm90/chunks.cuh"
 #endif
 #include "attention/division/merge.cuh"
 #include "attention/division/request_shares.cuh"

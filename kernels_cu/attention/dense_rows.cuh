@@ -2,7 +2,8 @@
 // tokens times its heads, which share its rows. Rows come from the block table, a lookup for each row of a tile. Lines
 // see rows up to an end of their own, which is looked at only in tiles that not all lines see in full (Columns::whole).
 #pragma once
-#include "attention/bf16_partials.cuh"
+#include "attention/bf16_sm90.cuh"
+#include "attention/bf16_sm90/partials.cuh"
 #include "attention/dense.cuh"
 
 // What the consumers know of a tile that not all lines see in full.

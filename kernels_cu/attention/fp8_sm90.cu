@@ -28,6 +28,12 @@
 //     scale / r is 2^-15 or more; below, values are rounded to multiples of r 2^-24, 2^-31 of the row's largest one or less.
 //     V4_FP8's RoPE becomes f16 divided by r and goes back to where it lay in the ring; as a value column it needs no more.
 //   PLAIN_FP8: r is 1, for the call brings one scale: a factor of logits and of results.
+//   FP4 (V32_NVFP4, V4_NVFP4, V41_FP4): e2m1 under e4m3 scales of 16 columns. The producer warps EXPAND a row in the
+//     ring to e4m3 codes, 2^-6 of e2m1's numbers. K and V are multiplied by 2^6 scale where they are widened, to e2m1 *
+//     scale, which f16 holds: r is 1, and nothing is rounded. V32_NVFP4's RoPE is e4m3 without scale. V4_NVFP4's is as
+//     V4_FP8's: f16, in multiples of 2^-24; r is above 1 only where RoPE is 2^15 or more.
+//   V41_FP8 with an extra cache V41_FP4: a tile has rows of one cache. Its marks say which; its scales are read so, and
+//     all else is the same for both.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
 //
 // Instructions issued beside wgmma take turns with it: float32 arithmetic takes issue slots from it, the others wait
@@ -46,7 +52,8 @@
 // UE8M0 scales, whose models have shorter lists, and END KEEP: by the producer warps, after a few tiles without rows.
 //
 //   full[stage]          copies done          COPIERS warps: bulk copies, and one arrival for `marks`; where scales stand
-//                                             apart, 32 more after their copies
+//                                             apart, 32 more after their copies. EXPAND: COPIERS warps, rows expanded
+//   copied[stage]        EXPAND: copies done  as `full` of other rows; the producer warps wait
 //   empty[stage]         stage released       the 8 consumer warps
 //   q_full               Q has come           bulk copies, and one arrival for `attended`
 //   q_empty              Q released           the 8 consumer warps, after the last product with it
@@ -58,7 +65,7 @@
 //
 // Shared memory, HEADS 64, V32_FP8: Q 73,728, and 1,024 for the gaps with which it comes; two P of heads x 64 f16,
 // 16,384; 12 stages of 16 rows x 656, 125,952; the rest 6,928. V4_FP8: Q 65,536; rows of 592. Rows of 528: Q 65,536; 16
-// stages, 135,168.
+// stages, 135,168. FP4: rows of 624, V41_FP8 with V41_FP4 560; 12 stages, 16 with 32 heads.
 // Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch.
 // What was tried, what bounds it: docs/kernels/fp8_sm90.md.
 #include "attention/fp8_sm90/pipeline.cuh"

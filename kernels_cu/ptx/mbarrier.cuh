@@ -1,5 +1,5 @@
-// PTX ISA: mbarrier.init, .arrive, .arrive.expect_tx, .try_wait.parity; cp.async.mbarrier.arrive.noinc; cp.async.bulk;
-// fence.mbarrier_init. sm_90.
+// PTX ISA: mbarrier.init, .arrive, .arrive.expect_tx, .test_wait.parity, .try_wait.parity; fence.mbarrier_init;
+// cp.async.mbarrier.arrive.noinc; cp.async.bulk. sm_90.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -105,6 +105,21 @@ __device__ __forceinline__ bool mbarrier_done(uint32_t barrier, uint32_t parity)
         "}\n"
         : "=r"(done)
         : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+// The same, but the thread may be suspended for about so many nanoseconds until it has. sm_90.
+__device__ __forceinline__ bool mbarrier_done_within(uint32_t barrier, uint32_t parity, uint32_t nanoseconds) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity), "r"(nanoseconds)
         : "memory");
     return done != 0;
 }

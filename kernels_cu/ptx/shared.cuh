@@ -41,6 +41,12 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
     return v;
 }
 
+__device__ __forceinline__ uint32_t load_shared_2(uint32_t address) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
     uint32_t v;
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");

@@ -38,3 +38,12 @@ __device__ __forceinline__ uint32_t join_codes(const uint32_t (&two)[4]) {
     for (int i = 0; i < 4; ++i) byte[i] = two[i] | two[i] >> 12;
     return __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
 }
+
+// Eight codes as e4m3 bytes, in their order: s eem becomes s00eem00, 2^-6 of the number, exact for subnormals too.
+constexpr float E2M1_IN_E4M3 = 0x1p6f;  // what that is to be multiplied by
+__device__ __forceinline__ Vec8 e2m1_to_e4m3_8(uint32_t codes) {
+    // Of even codes 4 (8 s + eem) + 0x60 is 0x80 s + 4 eem, or has bits 5 and 6 besides.
+    const uint32_t even = (codes & 0x0f0f0f0f) * 4 + 0x60606060 & 0x9c9c9c9c;
+    const uint32_t odd = (codes >> 2 & 0x1c1c1c1c) | (codes & 0x80808080);
+    return {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
+}

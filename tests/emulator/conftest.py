@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,14 @@ from cupy_mla.cuda import all_kernels
 
 from ..kinds import Torch
 from .emulator import EmulatedGPU
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a kernel are `long`, of each file a plain run has a few; those of the emulator itself all run."""
+    for item in items:
+        here = item.path.parent == Path(__file__).parent and item.path.name != "test_machine.py"
+        if here and not item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.long(part=1))
 
 
 @pytest.fixture

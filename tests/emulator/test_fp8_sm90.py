@@ -28,6 +28,7 @@ from ..cases import (
 )
 from ..cuda.attention import evenly
 from ..kinds import BF16
+from ..ops.test_named_formats import check_both_caches
 from .emulator import needs_compiler
 
 pytestmark = needs_compiler
@@ -73,6 +74,13 @@ def with_empty_tiles(rng: np.random.Generator, fmt: oracle.Format, extra: bool, 
         (oracle.V41, 6, evenly.shares(32, ctas=7)),
         (oracle.V41_SPLIT, 6, "clusters(heads=32, splits=3, cluster=3)"),
         (oracle.V41_SPLIT, 4, "segments(heads=64, splits=3)"),
+        (oracle.V32_NVFP4, 6, "clusters(heads=64, splits=3, cluster=3)"),
+        (oracle.V32_NVFP4, 1, "whole(heads=32)"),
+        (oracle.V32_NVFP4, 4, "segments(heads=64, splits=3)"),
+        (oracle.V32_NVFP4, 6, evenly.shares(32, ctas=7)),
+        (oracle.V4_NVFP4, 6, "teams(heads=64, splits=2)"),
+        (oracle.V4_NVFP4, 2, "whole(heads=32)"),
+        (oracle.V4_NVFP4, 6, "clusters(heads=32, splits=3, cluster=3)"),
     ],
     ids=lambda x: x.name if isinstance(x, oracle.Format) else str(x),
     indirect=["emulated"],
@@ -85,6 +93,32 @@ def test_empty_tiles(force, kind, rng, fmt, division):
         q = off_zero(fmt, queries(rng, B, 1, h_q, fmt.d_qk), main, extra)
         force(division=division)
         check_decode(kind, fmt, q, main, extra, sink=sinks(rng, h_q), out_gaps=(0, 0, 0, 2))
+
+
+@pytest.mark.long(sample=2)
+@pytest.mark.parametrize(
+    ("fmt", "extra_fmt", "emulated", "division"),
+    [
+        (oracle.V41, oracle.V41_FP4, 2, "whole(heads=32)"),
+        (oracle.V41, oracle.V41_FP4, 6, "clusters(heads=32, splits=3, cluster=3)"),
+        (oracle.V41, oracle.V41_FP4_SPLIT, 6, evenly.shares(32, ctas=7)),
+        (oracle.V41, oracle.V41_FP4_SPLIT, 4, "segments(heads=64, splits=3)"),
+        (oracle.V41_SPLIT, oracle.V41_FP4_SPLIT, 6, "clusters(heads=64, splits=2, cluster=2)"),
+        (oracle.V41_SPLIT, oracle.V41_FP4_SPLIT, 6, "teams(heads=64, splits=2)"),
+    ],
+    ids=lambda x: x.name if isinstance(x, oracle.Format) else str(x),
+    indirect=["emulated"],
+)
+def test_empty_tiles_of_two_layouts(force, kind, rng, fmt, extra_fmt, division):
+    """Lists of which one or the other is empty, too."""
+    main, extra = paged(rng, fmt, B, 1, 200, 64), paged(rng, extra_fmt, B, 1, TOPK, 2, lengths=True)
+    with_holes(rng, main)
+    with_holes(rng, extra)
+    main.indices[0], extra.indices[1], extra.length[1:3] = -1, -1, TOPK
+    force(division=division)
+    check_both_caches(
+        kind, rng, (fmt, extra_fmt), (main, extra), int(rng.integers(1, 33)), None, extra_layout=extra_fmt.name
+    )
 
 
 @pytest.mark.long(sample=1)
@@ -111,7 +145,7 @@ def test_a_scale_of_the_call(force, kind, rng, fmt, division):
 
 @pytest.mark.long
 @pytest.mark.parametrize("emulated", [2], indirect=True)
-@pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4, oracle.V32_NVFP4], ids=lambda fmt: fmt.name)
 def test_bits_of_divisions(force, kind, rng, fmt):
     """Splits of a cluster, of a team, and one after the other give the same bits, wherever tiles are empty."""
     heads, splits = int(rng.choice([32, 64])), int(rng.integers(2, 5))

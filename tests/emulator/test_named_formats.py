@@ -8,6 +8,7 @@ from ..ops import test_named_formats as of_operation
 from ..ops.test_named_formats import (
     every_528,
     every_attention,
+    every_fp4_list,
     every_fp4_writer,
     every_pair,
     every_scale_format,
@@ -58,10 +59,21 @@ def test_attention_on_hopper(kind, emulated, rng, fmt):
 
 
 @pytest.mark.long(sample=1)
+@pytest.mark.parametrize("name", ["portable", "fp8_sm90"])
 @every_pair
-def test_extra_cache_of_another_layout(kind, emulated, rng, fmt, extra_fmt, h_q, num_splits):
+def test_extra_cache_of_another_layout(kind, emulated, rng, force, fmt, extra_fmt, h_q, num_splits, name):
+    force(name)
     of_operation.test_extra_cache_of_another_layout(kind, rng, fmt, extra_fmt, h_q, num_splits)
-    assert "portable" in emulated.launched
+    assert name in emulated.launched
+
+
+@pytest.mark.long(sample=2)
+@pytest.mark.parametrize(("name", "h_q"), [("portable", 7), ("fp8_sm90", 7), ("fp8_sm90", 64)])
+@every_fp4_list
+def test_fp4_rows_are_exact(kind, emulated, rng, force, fmt, extra_fmt, name, h_q):
+    force(name)
+    of_operation.test_fp4_rows_are_exact(kind, rng, fmt, extra_fmt, h_q)
+    assert name in emulated.launched
 
 
 @pytest.mark.long(sample=3)

@@ -1,4 +1,4 @@
-"""Stand-ins for the parts of vLLM 0.33 that our plug-in builds on: a package on disk with the same names.
+"""Stand-ins for the parts of vLLM 0.32 and 0.33 that our plug-in builds on: a package on disk with the same names.
 
 They do as little as the plug-in needs: build metadata of one batch, reserve buffers, and note what they are told.
 `tests/integrations/test_engine_contracts.py` holds the real package to the same names and parameters.
@@ -76,6 +76,20 @@ SOURCES = {
         def get_forward_context():
             return context
         """,
+    "platforms/__init__": """
+        from vllm.platforms.interface import Platform
+
+        current_platform: Platform = Platform()
+        """,
+    "platforms/interface": """
+        class DeviceCapability:
+            major: int
+            minor: int
+
+        class Platform:
+            def get_device_capability(cls):
+                return None
+        """,
     "v1/__init__": "",
     "v1/worker/__init__": "",
     "v1/worker/workspace": """
@@ -89,6 +103,14 @@ SOURCES = {
             return WorkspaceManager()
         """,
     "v1/attention/__init__": "",
+    "v1/attention/ops/__init__": "",
+    "v1/attention/ops/common": """
+        class PackSeqTritonKernel:
+            def get_warmup_keys(self, *, dtype, pad_value):
+                return ["does not compile below 8.9"]
+
+        _PACK_SEQ_TRITON_KERNEL = PackSeqTritonKernel()
+        """,
     "v1/attention/backends/__init__": "",
     "v1/attention/backends/registry": """
         from enum import Enum
@@ -274,6 +296,7 @@ SOURCES = {
         class AttentionImplBase:
             scale: float
             can_return_lse_for_decode: bool = False
+            dcp_rank: int = 0
             dcp_world_size: int = 1
             lse_base_on_e: bool = True
             need_to_return_lse_for_decode: bool = False
@@ -295,7 +318,7 @@ SOURCES = {
             supports_pcp = True
 
             def do_kv_cache_update(
-                self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
+                self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
             ):
                 raise NotImplementedError
         """,
@@ -437,10 +460,30 @@ SOURCES = {
                 self.candidate_blocks = candidate_blocks
         """,
     "models/deepseek_v32/__init__": "",
+    "models/deepseek_v32/common/__init__": "",
+    "models/deepseek_v32/common/kernels": """
+        def fused_norm_rope(
+            positions, q_c, q_rms_norm_w, q_rms_eps, kv_c, kv_rms_norm_w, kv_rms_eps, k_pe, k_rope_cos_sin_cache,
+            index_k, index_k_layer_norm_w, index_k_layer_norm_bias, index_k_layer_norm_eps,
+            index_k_rope_cos_sin_cache, topk_indices_buffer, slot_mapping=None, indexer_slot_mapping=None,
+            indexer_k_cache=None, indexer_cache_shuffled=False, mla_kv_cache=None, mla_kv_cache_dtype="auto",
+            mla_k_scale=None, has_indexer=True, index_rope_interleave=False, q_c_out=None, kv_c_out=None,
+            k_pe_out=None, index_k_out=None,
+        ):
+            raise NotImplementedError
+
+        def fused_q(
+            positions, q_pe, q_pe_cos_sin_cache, index_q, index_q_cos_sin_cache, ql_nope, q_scale, index_weights,
+            index_weights_softmax_scale, index_weights_head_scale, has_indexer=True, index_rope_interleave=False,
+            quantize_mqa=True,
+        ):
+            raise NotImplementedError
+        """,
     "models/deepseek_v32/attention": """
         from types import SimpleNamespace
 
         from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer, sparse_attn_indexer
+        from vllm.models.deepseek_v32.common.kernels import fused_norm_rope, fused_q
 
         class DeepseekV32Indexer:
             def __init__(self, prefix, topk_indices_buffer, **more):
@@ -453,17 +496,34 @@ SOURCES = {
                 raise NotImplementedError
         """,
     "v1/attention/backends/mla/sparse_utils": """
+        import torch
+
         def flat_kv_row_view(kv_cache, block_size):
             blocks, _, width = kv_cache.shape
             stride = kv_cache.stride(0) // width
             return kv_cache.as_strided(((blocks - 1) * stride + block_size, width), (width, 1)), stride
+
+        def triton_filter_and_convert_dcp_index(
+            req_id, block_table, token_indices, dcp_size, dcp_rank, cp_kv_cache_interleave_size=1, BLOCK_SIZE=64,
+            BLOCK_STRIDE_ROWS=None, NUM_TOPK_TOKENS=2048, BLOCK_N=128, return_valid_counts=False,
+        ):
+            "Rows of this rank's tokens counted over gaps between blocks, moved to the front; behind stand others."
+            assert return_valid_counts and NUM_TOPK_TOKENS == token_indices.shape[1]
+            rows = torch.zeros(token_indices.shape, dtype=torch.int32)
+            counts = torch.zeros(len(rows), dtype=torch.int32)
+            for t, chosen in enumerate(token_indices.tolist()):
+                table = block_table[req_id[t]]
+                own = [p for p in chosen if p >= 0 and p // cp_kv_cache_interleave_size % dcp_size == dcp_rank]
+                rows[t, : len(own)] = torch.tensor(
+                    [int(table[p // BLOCK_SIZE]) * BLOCK_STRIDE_ROWS + p % BLOCK_SIZE for p in own]
+                )
+                counts[t] = len(own)
+            return rows, counts
         """,
     "model_executor/layers/attention/sparse_mla_attention": """
-        import torch
-
         from vllm.model_executor.layers.attention.mla_attention import MLACommonBaseImpl
         from vllm.v1.attention.backend import max_decode_query_len
-        from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
+        from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_convert_dcp_index
 
         class SparseMLACommonMetadata:
             pass
@@ -497,25 +557,15 @@ SOURCES = {
                 super().__init__(scale, kv_cache_dtype, qk_rope_head_dim, num_heads)
                 self.topk_indices_buffer = topk_indices_buffer
 
-            def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
-                "Rows of this rank's tokens counted over gaps between blocks, moved to the front of each list."
-                block, meta = attn_metadata.block_size, attn_metadata
-                tokens = len(q[0] if isinstance(q, tuple) else q)
-                stride = flat_kv_row_view(kv_c_and_k_pe_cache, block)[1]
-                rows = torch.full((tokens, self.topk_indices_buffer.shape[1]), -1, dtype=torch.int32)
-                counts = torch.zeros(tokens, dtype=torch.int32)
-                for t in range(tokens):
-                    table = meta.block_table[meta.req_id_per_token[t]]
-                    own = [int(p) for p in self.topk_indices_buffer[t] if p >= 0 and meta.is_own(p)]
-                    rows[t, : len(own)] = torch.tensor([int(table[p // block]) * stride + p % block for p in own])
-                    counts[t] = len(own)
-                return self._forward_mqa_kernel(
-                    q, kv_c_and_k_pe_cache, rows, counts, layer=layer, block_size=block,
-                    is_decode=meta.num_decode_tokens >= tokens,
+            def _convert_logical_to_physical_topk(
+                self, logical_topk_indices, attn_metadata, *, block_stride_rows, return_valid_counts
+            ):
+                assert self.dcp_world_size == 1 and return_valid_counts
+                meta = attn_metadata
+                return triton_filter_and_convert_dcp_index(
+                    meta.req_id_per_token, meta.block_table, logical_topk_indices, 1, 0, 1, meta.block_size,
+                    block_stride_rows, logical_topk_indices.shape[1], return_valid_counts=True,
                 )
-
-            def _forward_mqa_kernel(self, q, kv_cache, topk_indices, valid_counts, *, layer, block_size, is_decode):
-                raise NotImplementedError
         """,
 }
 

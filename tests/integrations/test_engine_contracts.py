@@ -23,29 +23,33 @@ from cupy_mla.integrations import megatron, sglang
 from cupy_mla.integrations import vllm as plugin
 from cupy_mla.integrations.contract import definitions, missing
 from tests.integrations import wheels
-from tests.integrations.wheels import NEWEST, NotFetchedError, python_files
+from tests.integrations.wheels import NEWEST, SERVED, NotFetchedError, python_files
+
+of_vllm = pytest.mark.parametrize("version", SERVED["vllm"])
 
 
-def unpacked(package: str) -> Path:
-    """A folder with the package's Python files. The test is skipped where they are not there."""
+def unpacked(package: str, version: str | None = None) -> Path:
+    """A folder with the package's Python files, of the newest version. The test is skipped where they are not there."""
     try:
-        return python_files(package, NEWEST[package])
+        return python_files(package, version or NEWEST[package])
     except NotFetchedError as error:
         pytest.skip(str(error))
 
 
 @pytest.mark.contracts
-def test_vllm(caplog) -> None:
-    package = unpacked("vllm") / "vllm"
+@of_vllm
+def test_vllm(caplog, version: str) -> None:
+    package = unpacked("vllm", version) / "vllm"
     assert plugin.is_served(package)
     assert plugin.has_dense_mla(package)
     assert caplog.records == []
 
 
 @pytest.mark.contracts
-def test_deepseek_v4_in_vllm(caplog, vllm) -> None:
+@of_vllm
+def test_deepseek_v4_in_vllm(caplog, vllm, version: str) -> None:
     """Each call that V4's layers make of a function that is replaced fits our function's parameters."""
-    package = unpacked("vllm") / "vllm"
+    package = unpacked("vllm", version) / "vllm"
     assert plugin.has_deepseek_v4(package)
     assert caplog.records == []
     ours = importlib.import_module(f"{plugin.__name__}.deepseek_v4").OURS
@@ -60,15 +64,17 @@ def test_deepseek_v4_in_vllm(caplog, vllm) -> None:
 
 
 @pytest.mark.contracts
-def test_steps_by_the_classes_of_the_wheel(rng_seed) -> None:
+@of_vllm
+def test_steps_by_the_classes_of_the_wheel(rng_seed, version: str) -> None:
     """vLLM's builders and impl bases around our attention and indexer, on the CPU, in a process of their own."""
     pytest.importorskip("transformers", reason="transformers is not installed, which vLLM imports")
-    command = [sys.executable, "-m", "tests.integrations.wheel_vllm", unpacked("vllm"), str(rng_seed)]
+    command = [sys.executable, "-m", "tests.integrations.wheel_vllm", unpacked("vllm", version), str(rng_seed)]
     result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("steps of two layers and their indexer") == 3
     assert result.stdout.count("two ranks that share rows") == 2
     assert result.stdout.count("registered by") == 2
+    assert "bytes of the fused kernels below 8.9" in result.stdout
 
 
 @pytest.mark.contracts

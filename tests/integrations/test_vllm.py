@@ -125,9 +125,13 @@ def test_the_entry_point_is_declared() -> None:
 BACKENDS = "v1/attention/backends/mla"
 COMMON = "model_executor/layers/attention/sparse_mla_attention"
 FAULTS = {
-    "a renamed method": (COMMON, "def forward_mqa(", "def forward(", "SparseMLACommonImpl.forward_mqa(self, q,"),
+    "a renamed method": (
+        COMMON, "def _convert_logical_to_physical_topk(", "def convert_topk(",
+        "SparseMLACommonImpl._convert_logical_to_physical_topk(self, logical_topk_indices,",
+    ),
     "a new parameter": (
-        COMMON, "forward_mqa(self, q,", "forward_mqa(self, layer_idx, q,", "SparseMLACommonImpl.forward_mqa(",
+        f"{BACKENDS}/sparse_utils", "flat_kv_row_view(kv_cache,", "flat_kv_row_view(layer, kv_cache,",
+        "flat_kv_row_view(kv_cache, block_size)",
     ),
     "a lost field": (
         f"{BACKENDS}/indexer", "num_prefill_tokens: int", "prefill_tokens: int",
@@ -166,7 +170,9 @@ def test_another_vllm_is_left_alone(package, tmp_path, vllm, monkeypatch, caplog
         plugin.register()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("cupy_mla serves vLLM 0.33 and leaves this one alone, nothing is registered.")
+    assert record.getMessage().startswith(
+        "cupy_mla serves vLLM 0.32 and 0.33 and leaves this one alone, nothing is registered."
+    )
     assert missing in record.getMessage()
     assert record.getMessage().count(";") == 0, "one thing is missing"
     assert not {"vllm.v1.attention.backends.registry", "vllm.model_executor.models.registry"} & sys.modules.keys()

@@ -219,6 +219,30 @@ def test_decodes_without_lists_choose_nothing(adapter, rng) -> None:
     assert (batch.lists == 77).all()
 
 
+@pytest.fixture
+def captured(monkeypatch) -> None:
+    """A CUDA graph of the step is being made, which will serve longer sequences, too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def test_a_captured_step_of_dense_prefills_chooses(adapter, rng, captured) -> None:
+    batch = Batch(rng, [5, 4])
+    made(adapter, batch.lists)
+    attention = SimpleNamespace(prefill=SimpleNamespace(use_dense_mha=True), num_decode_tokens=0)
+    batch.choose({"layer.attn": attention})
+    np.testing.assert_array_equal(batch.lists.numpy(), batch.want)
+
+
+def test_a_captured_step_scores_as_many_keys_as_may_be(adapter, rng, captured) -> None:
+    """Whatever the host says of the batch that it captures with."""
+    batch = Batch(rng, [1] * 8)
+    made(adapter, batch.lists)
+    batch.metadata.max_seq_len = 1
+    batch.choose()
+    np.testing.assert_array_equal(batch.lists.numpy(), batch.want)
+
+
 @pytest.mark.parametrize("longest", [K, K + 1])
 def test_short_contexts_need_no_logits(adapter, rng, monkeypatch, longest: int) -> None:
     """Where no request has more keys than are chosen."""

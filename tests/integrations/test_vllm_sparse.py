@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
 from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, TOPK, Step, assert_result, make_step  # noqa: E402
+from tests.integrations.stub_vllm import loaded  # noqa: E402
 from tests.integrations.test_vllm import HOSTILE, as_torch, float32_backend, vllm_batch  # noqa: E402
 
 CACHES = {"bf16": ("auto", "bf16"), "fp8": ("fp8_ds_mla", "v32_fp8")}
@@ -33,12 +34,12 @@ def spread(cache: torch.Tensor, gap: int) -> torch.Tensor:
     return whole[:, :size]
 
 
-def metadata(step: Step, num_decode_tokens: int, rank: int = 0, ranks: int = 1) -> SimpleNamespace:
+def metadata(step: Step, num_decode_tokens: int) -> SimpleNamespace:
     batch = step.batch
     requests = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start_loc))
     return SimpleNamespace(
         block_size=BLOCK_SIZE, num_decode_tokens=num_decode_tokens, req_id_per_token=requests,
-        block_table=batch.block_table, is_own=lambda position: int(position) % ranks == rank,
+        block_table=batch.block_table, cp_kv_cache_interleave_size=1,
     )  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def test_backend(adapter) -> None:
     assert backend.get_impl_cls() is adapter.CupyMLASparseImpl
     builder = builder_of(adapter, "bf16")
     assert builder.metadata_cls is adapter.common.SparseMLACommonMetadata
+    assert builder._cudagraph_support.name == "UNIFORM_BATCH", "full graphs hold decodes, speculative ones too"
 
 
 @contextmanager
@@ -77,21 +79,18 @@ def test_prefill_and_decode_context_parallelism_together_are_refused(adapter) ->
 
 
 @pytest.mark.parametrize(
-    ("capability", "needed"),
-    [((7, 5), "DeepGEMM"), ((8, 0), "FP8, from 8.9 on"), ((8, 6), "FP8, from 8.9 on"), ((8, 9), "DeepGEMM"),
-     ((9, 0), None), ((10, 0), None), ((10, 3), None), ((11, 0), "DeepGEMM"), ((12, 0), None)],
+    ("capability", "deep_gemm"),
+    [((8, 0), False), ((8, 6), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((10, 3), True),
+     ((11, 0), False), ((12, 0), True)],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("head_size", [576, 512])
-def test_gpus_on_which_all_of_a_layer_runs(adapter, capability, needed: str | None, head_size: int) -> None:
-    """The indexer is vLLM's own; what it lacks is said, with what the GPU has."""
-    got = [reason for reason in reasons(adapter, capability, head_size) if reason != "compute capability"]
-    if needed is None:
-        assert got == []
-    else:
-        assert needed in got[0]
-        assert got[0].endswith("this GPU has {}.{}".format(*capability))
-        assert ("from 8.9 on" in got[0]) == (capability < (8, 9))
+def test_gpus_on_which_all_of_a_layer_runs(adapter, capability, deep_gemm: bool) -> None:
+    """The indexer of models without RoPE is vLLM's own; what it lacks is said, with what the GPU has."""
+    assert reasons(adapter, capability) == []
+    got = reasons(adapter, capability, 512)
+    assert len(got) == (not deep_gemm)
+    assert all("needs DeepGEMM" in why and why.endswith("this GPU has {}.{}".format(*capability)) for why in got)
+    assert reasons(adapter, (7, 5)) == ["compute capability"]
 
 
 @pytest.mark.parametrize(("rope", "taken"), [(0, True), (64, False)])
@@ -99,11 +98,20 @@ def test_heads_of_512_have_no_rope(adapter, rope: int, taken: bool) -> None:
     """GLM-5.3-Flash's have none; V4's have it within these 512, and another attention."""
     config = importlib.import_module("vllm.config")
     config.current = SimpleNamespace(
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(qk_rope_head_dim=rope))
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(qk_rope_head_dim=rope)),
+        attention_config=SimpleNamespace(hisparse_config=None),
     )
     got = reasons(adapter, (10, 0), 512), reasons(adapter, (9, 0), 512)
     assert got == (([], []) if taken else (["head size 512 is served for models without RoPE alone"],) * 2)
     assert reasons(adapter) == []
+
+
+def test_rows_outside_of_the_cache_are_refused(adapter) -> None:
+    loaded("vllm.config").current = SimpleNamespace(
+        model_config=None, attention_config=SimpleNamespace(hisparse_config="on")
+    )
+    (reason,) = reasons(adapter)
+    assert reason.startswith("HiSparse not supported")
 
 
 @pytest.mark.parametrize(
@@ -174,19 +182,33 @@ def test_attention(adapter, rng, rope: bool, cache: str, query_lens: list[int], 
 
 def builder_of(adapter, cache: str, rope: bool = True, heads: int = 12, **fields: Any) -> Any:
     model = SimpleNamespace(qk_rope_head_dim=64 if rope else 0, get_num_attention_heads=lambda parallel: heads)
-    attention = SimpleNamespace(hisparse_config=fields.pop("hisparse", None))
     parallel = SimpleNamespace(
         cp_kv_cache_interleave_size=fields.pop("interleave", 1), decode_context_parallel_size=fields.pop("ranks", 1)
     )
     config = SimpleNamespace(
-        model_config=model, attention_config=attention, parallel_config=parallel,
-        speculative_config=fields.pop("speculative", None),
+        model_config=model, parallel_config=parallel, speculative_config=fields.pop("speculative", None)
     )  # fmt: skip
     spec = SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype_str=CACHES[cache][0])
     backend = fields.pop("backend", adapter.CupyMLASparseBackend)
     builder = backend.get_builder_cls()(spec, [], config, None)
     vars(builder).update(fields)
     return builder
+
+
+@pytest.mark.parametrize(
+    ("cache", "rope", "rows"), [("bf16", True, "bf16 576"), ("bf16", False, "bf16 512"), ("fp8", True, "v32_fp8 576")]
+)
+def test_the_dense_way_must_be_faster_over_the_caches_rows(
+    adapter, rng, monkeypatch, cache: str, rope: bool, rows: str
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        adapter.short, "faster_than_lists", lambda place, of, *sizes: asked.append(f"{of.name} {of.d_qk}")
+    )
+    step = make_step(rng, 12, [1, 1], [TOPK, 3], rope=rope)
+    built = builder_of(adapter, cache, rope).build(0, vllm_batch(step.batch, 2))
+    assert adapter.short.dense_decodes_of(built) is None
+    assert asked == [rows]
 
 
 @pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
@@ -218,8 +240,8 @@ def test_short_contexts(adapter, rng, rope: bool, cache: str, longest: int, pair
     assert_result(got.float().numpy(), step.want)
 
 
-@pytest.mark.parametrize("fields", [{"dcp_world_size": 2}, {"use_pcp": True}, {"hisparse": "on"}], ids=str)
-def test_ranks_and_caches_elsewhere_take_lists(adapter, rng, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{"dcp_world_size": 2}, {"use_pcp": True}], ids=str)
+def test_ranks_take_lists(adapter, rng, fields: dict[str, Any]) -> None:
     batch = vllm_batch(make_step(rng, 12, [1, 1], [TOPK, 2]).batch, 2)
     assert adapter.short.dense_decodes_of(builder_of(adapter, "bf16").build(0, batch)) is not None
     assert adapter.short.dense_decodes_of(builder_of(adapter, "bf16", **fields).build(0, batch)) is None
@@ -270,7 +292,6 @@ def test_decodes_see_pages_of_64_rows(adapter, rng, monkeypatch, cache, block_si
     impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64, torch.tensor([[block_size + 1, 0]]))
     meta = SimpleNamespace(
         block_size=block_size, num_decode_tokens=1, req_id_per_token=[0], block_table=torch.tensor([[1, 0]]),
-        is_own=lambda position: True,
     )  # fmt: skip
     impl.forward_mqa(torch.zeros(1, 2, 576, dtype=torch.bfloat16), blocks, meta, None)
     total = 2 * block_size + gap
@@ -285,9 +306,10 @@ def test_the_parts_of_ranks_merge(adapter, rng, cache: str, decode: bool) -> Non
     cache_type, layout = CACHES[cache]
     with of_ranks(2):
         impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64, as_torch(step.topk_indices))
+    assert impl.lse_base_on_e
     outs, lses = [], []
     for rank in range(2):
-        meta = metadata(step, 3 if decode else 0, rank, 2)
+        impl.dcp_rank, meta = rank, metadata(step, 3 if decode else 0)
         out, lse = impl.forward_mqa(as_torch(step.q), as_torch(step.caches[layout]), meta, None)
         assert lse.shape == (3, 5)
         assert (out[lse == -torch.inf] == 0).all()
@@ -311,7 +333,7 @@ def test_cache_write(adapter, cache_type: str) -> None:
     got, want = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
     kv_c, k_pe = torch.randn(3, 512).bfloat16(), torch.randn(3, 1, 64).bfloat16()
     slots = torch.tensor([5, -1, 40])
-    impl.do_kv_cache_update(kv_c, k_pe, got, slots, cache_type, torch.ones(()), skip_scale=True)
+    impl.do_kv_cache_update(kv_c, k_pe, got, slots, cache_type, torch.ones(()), True)
     concat_and_cache_mla(kv_c, k_pe, want, slots)
     assert want.any()
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))

@@ -2,7 +2,8 @@
 FOLDER SEED`, where FOLDER has the wheel's Python files. Prints what was compared.
 
 vLLM's builders, impl bases and indexer metadata are the wheel's. What is no Python of theirs has a stand-in: packages
-that are not installed are empty, Triton kernels are NumPy, one process is every group of ranks.
+that are not installed are empty, Triton kernels are NumPy or run on a Triton of torch's tensors, one process is every
+group of ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from importlib.machinery import ModuleSpec
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -20,6 +22,7 @@ import torch
 
 from cupy_mla import convert_req_index_to_global_index
 from tests.backends.test_sparse_mla import SCALE, assert_result
+from tests.integrations import triton_stand_in
 from tests.integrations.steps import ORDER, Asked, Caches
 from tests.integrations.test_vllm import HOSTILE, as_torch
 from tests.kinds import E4M3
@@ -324,13 +327,15 @@ def parts_of_ranks(rng: np.random.Generator, ours: ModuleType, spec: Any, cache_
         layers.append(impl_of(backend, 8, cache_type, topk_indices_buffer=lists))
     groups["_DCP"] = None
 
-    def own(requests: torch.Tensor, table: torch.Tensor, chosen: torch.Tensor, **more: Any) -> Any:
+    def own(requests: torch.Tensor, table: torch.Tensor, chosen: torch.Tensor, *sizes: int, **more: Any) -> Any:
         """vLLM's Triton kernel; each rank keeps its rows where one rank alone has all."""
-        mine = torch.where(chosen % more["dcp_size"] == more["dcp_rank"], chosen, -1)
+        ranks, rank, interleave, block_size, stride, width = sizes
+        assert (ranks, interleave, block_size, stride, width) == (2, 1, BLOCK_SIZE, BLOCK_SIZE, K)
+        mine = torch.where(chosen % ranks == rank, chosen, -1)
         mine = mine.sort(descending=True)[0].contiguous()
         return convert_req_index_to_global_index(requests, table, mine, BLOCK_SIZE, return_valid_counts=True)
 
-    vars(ours.common)["triton_filter_and_convert_dcp_index"] = own
+    vars(ours)["triton_filter_and_convert_dcp_index"] = own
     caches = Caches(rng, BLOCK_SIZE, 8, K, TIMES)
     rows = as_torch(caches.rows[layout])
     for name in ("decodes", "both", "a prefill after decodes"):
@@ -360,10 +365,67 @@ def refusals(backend: Any) -> None:
     config = engine(8, "auto")
     assert reasons() == reasons(use_pcp=True) == reasons(use_dcp=True) == []
     assert len(reasons(use_pcp=True, use_dcp=True)) == 1
-    assert "DeepGEMM" in reasons((8, 9))[0]
+    assert reasons((8, 0)) == reasons((8, 9)) == []
+    assert "DeepGEMM" in reasons((8, 9), 512)[0]
     config.model_config.hf_text_config.qk_rope_head_dim = 0
     assert reasons((10, 0), 512) == reasons((9, 0), 512) == []
     print("vLLM's own check of a backend")
+
+
+def fused_kernels(rng: np.random.Generator) -> None:
+    """The kernels of norms, RoPE, quantization and cache writes, and ours, which stand in for them below 8.9: bytes."""
+    kernels = importlib.import_module("vllm.models.deepseek_v32.common.kernels")
+    ours = importlib.import_module("cupy_mla.integrations.vllm.fused")
+    triton_stand_in.install(kernels, "_fused_norm_rope_kernel", "_fused_q_kernel")
+    kernels.current_platform = SimpleNamespace(is_cuda=lambda: False, is_arch_support_pdl=lambda: False)
+
+    def of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.tensor(rng.standard_normal(shape), dtype=dtype)
+
+    def same(made: list[Any], wanted: list[Any]) -> None:
+        """But for one number in 4,000, where the order of a float32 sum may decide."""
+        for got, want in zip(made, wanted, strict=True):
+            assert got.dtype == want.dtype
+            differ = (got.contiguous().view(torch.uint8) != want.contiguous().view(torch.uint8)).sum()
+            assert differ <= got.numel() // 4000, (differ, got.shape)
+
+    tokens, positions = 19, torch.tensor(rng.integers(0, 99, 19))
+    for fp8, interleaved, indexer, bf16_angles in product((False, True), repeat=4):
+        angles = of(99, 64, dtype=torch.bfloat16 if bf16_angles else torch.float32)
+        parts = of(tokens, 1536 + 512 + 64 + 128 + 64).split([1536, 512, 64, 128, 64], -1)
+        weights = of(1536), of(512), of(128, dtype=torch.float32), of(128, dtype=torch.float32)
+        slots = torch.tensor(rng.permutation(4 * BLOCK_SIZE)[: tokens + 2])
+        slots[:tokens][rng.random(tokens) < 0.3] = -1
+        width = 656 if fp8 else 1152
+        bytes_of = [torch.tensor(rng.integers(0, 256, (4, BLOCK_SIZE, n), dtype=np.uint8)) for n in (width, 132)]
+        results = []
+        for module in (ours, kernels):
+            latent, keys = (each.clone() for each in bytes_of)
+            outs = [torch.zeros(tokens, n, dtype=torch.bfloat16) for n in (512, 64)]
+            lists = torch.full((tokens + 1, K), HOSTILE, dtype=torch.int32)
+            query = module.fused_norm_rope(
+                positions, parts[0], weights[0], 1e-6, parts[1], weights[1], 1e-6, parts[2], angles,
+                parts[3] if indexer else None, *(weights[2:] if indexer else (None, None)), 1e-6,
+                angles if indexer else None, lists, slot_mapping=slots, indexer_slot_mapping=slots if indexer else None,
+                indexer_k_cache=keys if indexer else None, indexer_cache_shuffled=False,
+                mla_kv_cache=latent if fp8 else latent.view(torch.bfloat16),
+                mla_kv_cache_dtype="fp8_ds_mla" if fp8 else "auto", mla_k_scale=torch.ones(1),
+                has_indexer=indexer, index_rope_interleave=interleaved, kv_c_out=outs[0], k_pe_out=outs[1],
+                index_k_out=None,
+            )  # fmt: skip
+            results.append([query, latent, keys, *outs, lists])
+        same(*results)
+        q, index_q = of(tokens, 3, 192), of(tokens, 8, 128)
+        made, wanted = (
+            module.fused_q(
+                positions, q[..., 128:], angles, index_q if indexer else None, angles if indexer else None,
+                q[..., :128], torch.ones(1), parts[4][:, :8] if indexer else None, 0.3, 0.7, has_indexer=indexer,
+                index_rope_interleave=interleaved, quantize_mqa=False,
+            )
+            for module in (ours, kernels)
+        )  # fmt: skip
+        same([*made][0 if indexer else 2 :], [*wanted][0 if indexer else 2 :])
+    print("bytes of the fused kernels below 8.9")
 
 
 def main(folder: str, seed: str) -> None:
@@ -372,7 +434,9 @@ def main(folder: str, seed: str) -> None:
     parallel = importlib.import_module("vllm.distributed.parallel_state")
     vars(parallel)["_TP"] = SimpleNamespace(world_size=1, rank_in_group=0)
     torch.accelerator.empty_cache = lambda: None  # which needs a GPU
-    drive(np.random.default_rng(int(seed)))
+    rng = np.random.default_rng(int(seed))
+    drive(rng)
+    fused_kernels(rng)
 
 
 if __name__ == "__main__":

@@ -281,6 +281,60 @@ def test_scales_far_apart(kind, rng, fmt, h_q):
     assert not kind.take(lse).any()
 
 
+every_fp4_list = pytest.mark.parametrize(
+    ("fmt", "extra_fmt"),
+    [(oracle.V32_NVFP4, None), (oracle.V4_NVFP4, None), (oracle.V41, oracle.V41_FP4),
+     (oracle.V41, oracle.V41_FP4_SPLIT), (oracle.V41_SPLIT, oracle.V41_FP4_SPLIT)],
+    ids=shown,
+)  # fmt: skip
+
+
+# Bytes of an FP4 row, and where in it its scales begin, if not behind all rows of a block.
+FP4_ROWS = {
+    oracle.V32_NVFP4: (352, 320), oracle.V4_NVFP4: (352, None), oracle.V41_FP4: (288, 256),
+    oracle.V41_FP4_SPLIT: (256, None),
+}  # fmt: skip
+
+
+@every_fp4_list
+@pytest.mark.parametrize("h_q", [7, 64])
+def test_fp4_rows_are_exact(kind, rng, fmt, extra_fmt, h_q):
+    """A query that sees one row gets its values, whatever its codes and scales: 0, subnormal, negative, large; NaN
+    under a scale of NaN."""
+    of, tokens = extra_fmt or fmt, 40
+    cache = np.zeros((1, tokens, of.token_bytes), np.uint8)
+    for t, row in enumerate(latent(rng, tokens, of.d_qk)):
+        oracle.write_token(of, cache.reshape(-1), tokens, t, row)
+    each, scales_at = FP4_ROWS[of]
+    rows, behind = np.split(cache.reshape(-1), [tokens * each])
+    rows = rows.reshape(tokens, each)
+    rows[:, : of.nope // 2] = rng.integers(0, 256, (tokens, of.nope // 2))
+    scales = behind.reshape(tokens, 32) if scales_at is None else rows[:, scales_at:]
+    scales[:] = rng.integers(0, 256, scales.shape)
+    scales[(scales & 0x7F) == 0x7F] = 0x7E
+    slots = rng.permutation(tokens).astype(np.int32)[:, None, None]
+    q = np.zeros((tokens, 1, h_q, fmt.d_qk), BF16)
+
+    def decode() -> np.ndarray:
+        caches, more = [cache, slots], {}
+        if extra_fmt is not None:
+            caches = [np.zeros((1, 1, fmt.token_bytes), np.uint8), np.full_like(slots, -1)]
+            more = {"extra_k_cache": kind.put(cache), "extra_indices": kind.put(slots), "extra_layout": of.name}
+        out, _ = cupy_mla.sparse_decode(*map(kind.put, (q, *caches)), scale_of(q, None), layout=fmt.name, **more)
+        return kind.take(out).astype(np.float64)
+
+    with poisoned_outputs():
+        got = decode()
+        want = np.broadcast_to(oracle.named_rows(of, cache, slots.reshape(-1))[:, None, None, :512], got.shape)
+        np.testing.assert_array_equal(got[..., : of.nope], want[..., : of.nope])
+        np.testing.assert_allclose(got, want, rtol=2.0**-8, atol=2.0**-23)
+        scales[0, 0] = 0x7F
+        got = decode()
+    first = slots.reshape(-1) == 0
+    assert np.isnan(got[first][..., :16]).all()
+    assert np.isfinite(got[~first]).all()
+
+
 @pytest.mark.parametrize(
     ("kv_format", "use_legacy", "fmt"),
     [("V32_NO_ROPE", False, oracle.V32_NOPE), ("v32_nope_fp8", True, oracle.V32_NOPE), ("V41", False, oracle.V41),

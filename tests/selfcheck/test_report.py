@@ -65,6 +65,7 @@ def test_a_gpu_that_is_not_there(monkeypatch, capsys, device):
     assert f"no GPU {device}: this machine has 1, counted from 0" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_verbose_names_every_kernel(monkeypatch, capsys):
     check_with(monkeypatch, StandIn(), arguments=["--verbose"])
     printed = capsys.readouterr().out
@@ -91,6 +92,7 @@ def test_nvrtc_version():
     assert float(report.nvrtc_version()) >= 12
 
 
+@pytest.mark.long
 def test_nvrtc_is_missing(monkeypatch, capsys):
     def missing(name):
         raise RuntimeError("CuPy failed to load libnvrtc.so.12")

@@ -204,6 +204,7 @@ def test_no_step_needs_another_kernel(gpu, monkeypatch, rng, name, heads):
     assert set(gpu.kernels.values()) == ready <= set(all_kernels())
 
 
+@pytest.mark.long(sample=6)
 @pytest.mark.parametrize("capability", [90, 80, 89])
 @pytest.mark.parametrize("layout", DENSE_LAYOUTS, ids=lambda layout: f"{layout.name} {layout.d_qk}")
 def test_no_decode_over_all_rows_needs_another_kernel(monkeypatch, rng, layout, capability):

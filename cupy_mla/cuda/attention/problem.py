@@ -72,9 +72,9 @@ class Problem(_Fields):
 
     def __new__(cls, *fields: Any, **more: Any) -> Problem:
         made = super().__new__(cls, *fields, **more)
-        gpu, _, prefill, _, _, entries, extra, uneven, aligned, _, _, _, invariant, kernel, division, other = made
+        gpu, _, prefill, _, _, entries, extra, uneven, aligned, _, _, _, invariant, kernel, division, _ = made
         made.asks, made.fixed = kernel != "" or division != "", invariant and not kernel
-        made.on_hopper = aligned and gpu.capability == 90 and other is None
+        made.on_hopper = aligned and gpu.capability == 90
         made.rows = entries + extra
         made.tiles = tiles = -(-entries // TILE_ROWS) - (-extra // TILE_ROWS) or 1
         made.pairs = (tiles + 1) // 2

@@ -28,10 +28,10 @@ PLACES: dict[str, tuple[str, ...]] = {
     "override": ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"),
 }
 MODES = (*PLACES, "off")
-SERVED = "0.33"
+SERVED = "0.32 and 0.33"
 NAMED = 3  # things that a warning names, of those that another version lacks
 
-# What `sparse_mla` and `indexer` build on.
+# What `sparse_mla`, `indexer` and `fused` build on.
 SPARSE_MLA: Needs = {
     "v1.attention.backends.registry": (
         "AttentionBackendEnum.CUSTOM",
@@ -50,7 +50,12 @@ SPARSE_MLA: Needs = {
         "device_capability)",
         "FlashMLASparseBackend.supports_compute_capability(cls, capability)",
     ),
-    "v1.attention.backends.mla.sparse_utils": ("flat_kv_row_view(kv_cache, block_size)",),
+    "v1.attention.backends.mla.sparse_utils": (
+        "flat_kv_row_view(kv_cache, block_size)",
+        "triton_filter_and_convert_dcp_index"
+        "(req_id, block_table, token_indices, dcp_size, dcp_rank, cp_kv_cache_interleave_size, BLOCK_SIZE, "
+        "BLOCK_STRIDE_ROWS, NUM_TOPK_TOKENS, BLOCK_N, return_valid_counts)",
+    ),
     "model_executor.layers.attention.sparse_mla_attention": (
         "SparseMLACommonMetadata",
         "SparseMLACommonMetadataBuilder.metadata_cls",
@@ -65,9 +70,8 @@ SPARSE_MLA: Needs = {
         "SparseMLACommonMetadataBuilder._init_reorder_batch_threshold"
         "(self, reorder_batch_threshold, supports_spec_as_decode, supports_dcp_with_varlen)",
         "SharedTopkIndicesBuffer.topk_indices_buffer",
-        "SparseMLACommonImpl.forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)",
-        "SparseMLACommonImpl._forward_mqa_kernel"
-        "(self, q, kv_cache, topk_indices, valid_counts, layer, block_size, is_decode)",
+        "SparseMLACommonImpl._convert_logical_to_physical_topk"
+        "(self, logical_topk_indices, attn_metadata, block_stride_rows, return_valid_counts)",
     ),
     "v1.kv_cache_interface": ("MLAAttentionSpec.cache_dtype_str",),
     "config": ("CUDAGraphMode", "get_current_vllm_config", "get_current_vllm_config_or_none"),
@@ -106,6 +110,7 @@ SPARSE_MLA: Needs = {
         "AttentionMetadataBuilder.kv_cache_spec",
         "AttentionCGSupport.UNIFORM_BATCH",
         "max_decode_query_len(vllm_config)",
+        "AttentionImplBase.dcp_rank",
         "AttentionImplBase.dcp_world_size",
         "AttentionImplBase.process_weights_after_loading(self, act_dtype)",
         "AttentionImplBase.can_return_lse_for_decode",
@@ -113,8 +118,7 @@ SPARSE_MLA: Needs = {
         "AttentionImplBase.need_to_return_lse_for_decode",
         "AttentionImplBase.supports_dcp",
         "AttentionImplBase.supports_dense_mha_prefill",
-        "MLAAttentionImpl.do_kv_cache_update"
-        "(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale)",
+        "MLAAttentionImpl.do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)",
     ),
     # What `indexer` builds on.
     "forward_context": (
@@ -127,9 +131,28 @@ SPARSE_MLA: Needs = {
         "DeepseekV32Indexer.indexer_op",
         "DeepseekV32Indexer.k_cache",
         "DeepseekV32Attention._sparse_indexer_and_attn(self)",
+        "fused_norm_rope",
+        "fused_q",
+    ),
+    "platforms": ("current_platform",),
+    "platforms.interface": ("DeviceCapability.major", "Platform.get_device_capability(cls)"),
+    # What `fused` takes the place of.
+    "models.deepseek_v32.common.kernels": (
+        "fused_norm_rope"
+        "(positions, q_c, q_rms_norm_w, q_rms_eps, kv_c, kv_rms_norm_w, kv_rms_eps, k_pe, k_rope_cos_sin_cache, "
+        "index_k, index_k_layer_norm_w, index_k_layer_norm_bias, index_k_layer_norm_eps, index_k_rope_cos_sin_cache, "
+        "topk_indices_buffer, slot_mapping, indexer_slot_mapping, indexer_k_cache, indexer_cache_shuffled, "
+        "mla_kv_cache, mla_kv_cache_dtype, mla_k_scale, has_indexer, index_rope_interleave, q_c_out, kv_c_out, "
+        "k_pe_out, index_k_out)",
+        "fused_q"
+        "(positions, q_pe, q_pe_cos_sin_cache, index_q, index_q_cos_sin_cache, ql_nope, q_scale, index_weights, "
+        "index_weights_softmax_scale, index_weights_head_scale, has_indexer, index_rope_interleave, quantize_mqa)",
+    ),
+    "v1.attention.ops.common": (
+        "_PACK_SEQ_TRITON_KERNEL",
+        "PackSeqTritonKernel.get_warmup_keys(self, dtype, pad_value)",
     ),
     "model_executor.layers.sparse_attn_indexer": (
-        "mqa_logits_use_mx_scales",
         "PrefillRowShard.from_metadata(cls, prefill_metadata, num_decode_tokens)",
         "PrefillRowShard.narrow(self, chunk)",
         "PrefillRowShard.exchange_topk(self, topk_buffer, width)",

@@ -15,12 +15,13 @@ import vllm.envs as envs
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers import sparse_attn_indexer as stock
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla import indexer as stock_metadata
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ...ops.indexer import cp_gather_indexer_k_quant_cache
 from ...ops.topk import select_rows, select_rows_paged
-from . import short
+from . import fused, short
 from .rebound import rebound
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ else:
     StockBuilder = stock_metadata.DeepseekV32IndexerMetadataBuilder
 
 LAYERS = "vllm.models.deepseek_v32.attention"
+DEEP_GEMM = (9, 10, 12)  # major compute capabilities for which vLLM's indexers have kernels
 
 ours: set[str] = set()  # the indexer caches of layers whose attention is ours
 stock_indexer: Any = stock.sparse_attn_indexer
@@ -54,22 +56,38 @@ class CupyMLAIndexerBackend(StockBackend):
 
 
 def adopt(indexer: Any) -> None:
-    """Make a layer's indexer run on our operations, unless it is of another kind, or keeps vLLM's for what ours lack.
+    """Make a layer's indexer run on our operations, unless ours lack what it needs: then it keeps vLLM's.
 
-    Ours have no context parallelism, neither FP4 keys nor the MX scales of compute capability 10.x, and no candidate
-    blocks.
+    Raises:
+        NotImplementedError: vLLM's has no kernels for this GPU.
     """
     layers: Any = sys.modules.get(LAYERS)  # whose classes whoever has such an indexer has imported
-    if layers is None or not isinstance(indexer, layers.DeepseekV32Indexer):
-        return
-    op = indexer.indexer_op
-    if op.use_pcp or op.dcp_world_size > 1 or op.use_fp4_cache or op.candidate_blocks is not None:
-        return
-    if stock.mqa_logits_use_mx_scales():
+    gpu, lacking = current_platform.get_device_capability(), _lacking(layers, indexer)
+    if lacking and gpu is not None and gpu.major not in DEEP_GEMM:
+        raise NotImplementedError(
+            f"cupy_mla: an indexer of vLLM's needs DeepGEMM, which has no kernels for compute capability {gpu.major}."
+            f"{gpu.minor}; ours serves none with {lacking}"
+        )
+    if lacking:
         return
     ours.add(indexer.k_cache.prefix)
     indexer.k_cache.get_attn_backend = lambda: CupyMLAIndexerBackend
     layers.sparse_attn_indexer = sparse_attn_indexer
+    if gpu is not None and (gpu.major, gpu.minor) < (8, 9):
+        fused.replace(layers)
+
+
+def _lacking(layers: Any, indexer: Any) -> str | None:
+    """What an indexer needs that ours lack."""
+    if layers is None or not isinstance(indexer, layers.DeepseekV32Indexer):
+        return "layers other than DeepSeek-V3.2's"
+    op = indexer.indexer_op
+    if op.use_pcp or op.dcp_world_size > 1:
+        return "context parallelism"
+    # MX scales are those of vLLM 0.33 on compute capability 10.x.
+    if op.use_fp4_cache or getattr(stock, "mqa_logits_use_mx_scales", bool)():
+        return "FP4 keys or MX scales"
+    return None if op.candidate_blocks is None else "candidate blocks"
 
 
 def sparse_attn_indexer(

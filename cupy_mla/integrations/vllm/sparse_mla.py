@@ -3,9 +3,9 @@
 Ours is the attention, over FP8 and bf16 caches and for any number of heads, and in DeepSeek-V3.2 and GLM-5 the choice
 of rows (`indexer.py`). So is the cache write where vLLM asks the backend for it: in GLM-5.3-Flash and under
 prefill context parallelism; DeepSeek-V3.2's layers write rows by a fused kernel of their own. Index conversion stays
-vLLM's, as does the dense attention that it gives to prefills of at most topk tokens. Prefills over an FP8 cache go to
-the decode kernel, which reads FP8 rows in place. Decodes of short contexts attend over all rows, without lists, where
-that is faster (`short.py`).
+vLLM's, once for the layers that share an indexer, as does the dense attention that it gives to prefills of at most topk
+tokens. Prefills over an FP8 cache go to the decode kernel, which reads FP8 rows in place. Decodes of short contexts
+attend over all rows, without lists, where that is faster (`short.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention import sparse_mla_attention as common
 from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
-from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
+from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view, triton_filter_and_convert_dcp_index
 
 from ...backends.sparse_mla import SparseMLABackend
 from ...layouts import BF16_512, BF16_576, V32_FP8
@@ -37,7 +37,6 @@ else:
     StockBuilder = common.SparseMLACommonMetadataBuilder
     StockImpl = common.SparseMLACommonImpl
 
-DEEP_GEMM = (9, 10, 12)  # major compute capabilities for which vLLM's indexers have kernels
 WRITTEN = ("auto", "bfloat16", "fp8_ds_mla")  # cache types that `concat_and_cache_mla` writes
 
 
@@ -60,7 +59,7 @@ class CupyMLASparseBackend(StockBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Of attention; what else a layer needs, `supports_combination` says, which can tell why not."""
+        """Of attention; what else a layer needs, `supports_combination` and `indexer.adopt` say."""
         return SparseMLABackend.supports_compute_capability(capability.major, capability.minor)
 
     @classmethod
@@ -77,13 +76,15 @@ class CupyMLASparseBackend(StockBackend):
         device_capability: Any,
     ) -> str | None:
         """Why a layer cannot be served, None where it can."""
-        major, minor = device_capability.major, device_capability.minor
-        if major not in DEEP_GEMM:
-            lacking = "vLLM's indexer needs DeepGEMM, which has kernels for compute capability 9.0, 10.x and 12.x"
-            if (major, minor) < (8, 9):
-                lacking += ", and vLLM's kernels of norm, RoPE and cache write need FP8, from 8.9 on"
-            return f"{lacking}; this GPU has {major}.{minor}"
+        if head_size == 512 and device_capability.major not in indexer.DEEP_GEMM:
+            major, minor = device_capability.major, device_capability.minor
+            return (
+                "models without RoPE have an indexer of vLLM's, which needs DeepGEMM: it has kernels for compute "
+                f"capability 9.0, 10.x and 12.x; this GPU has {major}.{minor}"
+            )
         config = get_current_vllm_config_or_none()
+        if config is not None and config.attention_config.hisparse_config is not None:
+            return "HiSparse not supported: it has rows outside of the cache"
         model = None if config is None else config.model_config
         if head_size == 512 and model is not None and getattr(model.hf_text_config, "qk_rope_head_dim", 64) != 0:
             return "head size 512 is served for models without RoPE alone"
@@ -128,8 +129,7 @@ class CupyMLASparseBuilder(StockBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         built = self._stock_build(common_prefix_len, common_attn_metadata, fast_build)
         config = self.vllm_config
-        # A rank of several has a part of the rows; HiSparse has them elsewhere.
-        if self.dcp_world_size == 1 and not self.use_pcp and config.attention_config.hisparse_config is None:
+        if self.dcp_world_size == 1 and not self.use_pcp:  # a rank of several has a part of the rows
             layout = BF16_576 if self.mla_dims.qk_rope_head_dim else BF16_512
             if self.kv_cache_spec.cache_dtype_str == "fp8_ds_mla":
                 layout = V32_FP8
@@ -148,7 +148,6 @@ class CupyMLASparseImpl(StockImpl):
             would leave them out.
     """
 
-    _stock_forward_mqa: Any = common.SparseMLACommonImpl.forward_mqa
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
     lse_base_on_e: bool = True
@@ -206,11 +205,27 @@ class CupyMLASparseImpl(StockImpl):
         attn_metadata: Any,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        dense = short.dense_decodes_of(attn_metadata)
-        if dense is None:
-            return self._stock_forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-        query = whole(q, BF16_576.d_qk if self.fp8 else kv_c_and_k_pe_cache.shape[-1])
-        return short.attend(query, kv_c_and_k_pe_cache, dense, self.scale, self.sinks), None
+        """Attention [T, h, 512] of a step, and lse [T, h] for ranks that have a part of the rows."""
+        cache, step = kv_c_and_k_pe_cache, attn_metadata
+        dense = short.dense_decodes_of(step)
+        if dense is not None:
+            query = whole(q, BF16_576.d_qk if self.fp8 else cache.shape[-1])
+            return short.attend(query, cache, dense, self.scale, self.sinks), None
+        tokens = len(q[0] if isinstance(q, tuple) else q)
+        lists, (_, stride) = self.topk_indices_buffer[:tokens], flat_kv_row_view(cache, step.block_size)
+        if self.dcp_world_size > 1:
+            slots, counts = triton_filter_and_convert_dcp_index(
+                step.req_id_per_token[:tokens], step.block_table, lists, self.dcp_world_size, self.dcp_rank,
+                step.cp_kv_cache_interleave_size, step.block_size, stride, lists.shape[1], return_valid_counts=True,
+            )  # fmt: skip
+        else:  # once for the layers that share an indexer
+            slots, counts = self._convert_logical_to_physical_topk(
+                lists, step, block_stride_rows=stride, return_valid_counts=True
+            )
+        return self._forward_mqa_kernel(
+            q, cache, slots, counts, layer=layer, block_size=step.block_size,
+            is_decode=step.num_decode_tokens >= tokens,
+        )  # fmt: skip
 
     def _forward_mqa_kernel(
         self,

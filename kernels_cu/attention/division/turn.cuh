@@ -102,8 +102,8 @@ __device__ __forceinline__ void find_equal_split(const AttentionParams& p, TurnO
         w.step = 1;
     }
 }
-// V32_FP8's lists, which are long, often end with -1.
-constexpr bool TILES_IN_TURN = Row::FOLDED_SCALES != 0;
+// Lists of V32_FP8 and V32_NVFP4, which are long, often end with -1.
+constexpr bool TILES_IN_TURN = Row::FOLDED_SCALES != 0 || ROPE_CODED;
 
 // The list entry of row `row` of a tile, -1 where there is none. The entry is not looked at here, so that nothing
 // waits for it before it is used.

@@ -15,10 +15,29 @@ struct Slots {
 };
 
 // As find_row of lists.cuh, with the source chosen once. That spills less here, and more in few_heads_sm90.cu.
+#if EXTRA_ROWS
+struct AnyRow {
+    const uint8_t *data, *scale_bytes;
+
+    template <typename Of>
+    static __device__ __forceinline__ AnyRow from(const Of& row) {
+        return {row.data, row.scales()};
+    }
+    __device__ __forceinline__ const uint8_t* scales() const { return scale_bytes; }
+};
+__device__ __forceinline__ AnyRow row_of_entry(const AttentionParams& p, const Work& w, int tile, int32_t entry,
+                                               uint32_t slots) {
+    if (uint32_t(entry) >= slots) return {nullptr, nullptr};
+    if (tile >= w.main_tiles) return AnyRow::from(ExtraRow::of_slot(p.extra, entry));
+    return AnyRow::from(Row::of_slot(p.main, entry));
+}
+#else
+using AnyRow = Row;
 __device__ __forceinline__ Row row_of_entry(const AttentionParams& p, const Work& w, int tile, int32_t entry,
                                             uint32_t slots) {
     return uint32_t(entry) < slots ? Row::of_slot(tile >= w.main_tiles ? p.extra : p.main, entry) : Row::none();
 }
+#endif
 
 // The index lists of a query. As load_entry of turn.cuh, with as few instructions as possible: they take turns with
 // wgmma.
@@ -81,6 +100,9 @@ __device__ __forceinline__ int count_to_end(const Work& w, int lane, const int (
     return min(w.count(), IN_TURN ? ceil_div(max(tiles, 0), w.step) : max(tiles, 0));
 }
 
+// Loads at a time with which the producer warps find an end, as registers allow.
+constexpr int LOADS_OF_END = CONSUMERS_LOOK ? 4 : EXPAND && END == End::KEEP ? 1 : 2;
+
 // Each of the four producer warps copies 16 rows of every tile that has a valid entry. List entries are loaded AHEAD
 // tiles before their rows: under load they take 2,000 cycles. Warp 0 also fetches Q in the meantime. Returns the stage
 // behind the split.
@@ -90,7 +112,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
     const Slots slots(p);
     int count = w.count();
     auto find_count = [&] {
-        const int end = find_end<CONSUMERS_LOOK ? 4 : 2, false>(p, w, 32 * warp + lane, WARPGROUP);
+        const int end = find_end<LOADS_OF_END, false>(p, w, 32 * warp + lane, WARPGROUP);
         if (lane == 0) small().ends[warp] = end;
         named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
         count = count_to_end(w, lane, small().ends);
@@ -110,7 +132,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load_entries(i, i);
     if (warp == 0) begin_turn(p, w, lane);
-    uint32_t stage = w.stage;
+    uint32_t stage = w.stage, expanded = stage;
     bool ended = false;  // the consumers know that no tile follows
 #pragma unroll 1
     for (int first = 0; first <= count; first += AHEAD) {
@@ -120,8 +142,9 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             const int n = first + i, tile = w.tile(n);
             if (n > count) break;
             const bool copied = has_valid(entries[i], slots.of(w, tile));  // behind the split there is no entry
-            const Row row = row_of_entry(p, w, tile, entries[i][0], slots.of(w, tile));
+            const AnyRow row = row_of_entry(p, w, tile, entries[i][0], slots.of(w, tile));
             load_entries(i, n + AHEAD);
+            catch_up(expanded, stage, copied, warp, lane);
             auto know_end = [&] {  // what the consumers have found, once the first copies are under way
                 if (!CONSUMERS_LOOK || i > 0 || n > 0 || w.turn >= FIRST_TURNS) return;
                 mbarrier_wait(shared_address(&small().ends_known), 0);
@@ -133,7 +156,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             }
             // The consumers take the tiles of a unit together: one without rows completes the last unit.
             const bool completes = UNIT_TILES == 1 || (stage - w.stage) % UNIT_STAGES != 0;
-            copy_tile(row, 1, stage, warp, lane, [&] {
+            copy_tile(row, 1, tile >= w.main_tiles, stage, warp, lane, [&] {
                 if (copied) know_end();
                 const bool is_tile = n < count || (UNIT_TILES > 1 && completes);
                 ended = completes && n + 1 >= count;
@@ -150,5 +173,6 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             for (int i = 0; i < AHEAD; ++i) load_entries(i, next + i);  // again: meanwhile they need no registers
         }
     }
+    catch_up(expanded, stage, false, warp, lane);
     return stage;
 }

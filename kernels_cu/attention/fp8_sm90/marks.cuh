@@ -17,3 +17,4 @@ __device__ __forceinline__ void store_marks(int place, int copier, uint32_t mark
 // What follows a tile in its split: anything, one tile at most, none; or this is none, but the end of the split.
 enum Follows : uint32_t { ANYTHING = 0, ONE_AT_MOST = 1 << WARP_ROWS, NONE = 2 << WARP_ROWS, ENDED = 3 << WARP_ROWS };
 constexpr uint32_t FOLLOWS = 3 << WARP_ROWS;
+constexpr uint32_t OF_EXTRA = 8 << WARP_ROWS;  // FP4_EXTRA: a mark: rows of the tile are the extra cache's

@@ -8,16 +8,36 @@
 #include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
 #include "rows/chunk.cuh"
+#include "rows/e2m1.cuh"
+#include "rows/fp4_row.cuh"
 #include "tile/heads.cuh"
 #include "tile/ring.cuh"
 #include "tile/swizzle.cuh"
 #include "tile/warp.cuh"
 
-// The scales of a row: float32 (V32_FP8, V32_NOPE_FP8), UE8M0, which are powers of two (V4_FP8, V41_FP8), or one of the
-// call (PLAIN). HAS_ROPE: the last 64 values are bfloat16.
+// The scales of a row: float32 (V32_FP8, V32_NOPE_FP8), UE8M0, which are powers of two (V4_FP8, V41_FP8), e4m3 (FP4),
+// or one of the call (PLAIN). HAS_ROPE: the last 64 values are bfloat16.
 constexpr bool FLOAT_SCALES = Row::FOLDED_SCALES != 0, E8M0_SCALES = SCALE_E8M0 != 0, PLAIN = SCALE_OF_CALL != 0;
-constexpr bool HAS_ROPE = D_ROPE > 0;
-constexpr int SCALES_AT = SCALES_APART ? ROW_STRIDE : SCALE_OFFSET;  // of a row in shared memory
+constexpr bool HAS_ROPE = D_ROPE > 0 && !ROPE_CODED;
+// Rows of the cache, or those of an extra cache beside one of V41_FP8, are FP4: the producer warps EXPAND them.
+constexpr bool FP4 = CODE_BITS == 4, FP4_EXTRA = EXTRA_ROWS != 0, EXPAND = FP4 || FP4_EXTRA;
+// Chunks are of 64 columns at most: K is multiplied by their scales, too.
+constexpr bool FINE_SCALES = E8M0_SCALES || FP4;
+// A row in shared memory has e4m3 codes, RoPE, and its scales. Of an FP4 row that is so once it is expanded: what is
+// copied begins so far behind the row's begin that its codes end where the e4m3 codes will.
+constexpr int COPIED_AT = FP4 ? D_NOPE / 2 : 0, EXTRA_COPIED_AT = D_V / 2;
+constexpr int ROPE_AT = COPIED_AT + ROPE_OFFSET, SCALES_AT = COPIED_AT + (SCALES_APART ? ROW_STRIDE : SCALE_OFFSET);
+constexpr int FP4_SCALES = 32;  // bytes of an FP4 row's scales
+#if EXTRA_ROWS
+using ExtraRow = Fp4Row<EXTRA_ROW_STRIDE, EXTRA_SCALE_OFFSET, EXTRA_SCALE_STRIDE>;
+constexpr int EXTRA_STRIDE = EXTRA_ROW_STRIDE;
+static_assert(D_NOPE == D_V && SCALES_AT == D_V, "rows of both caches have their scales behind 512 codes");
+#else
+using ExtraRow = Row;  // there are none
+constexpr int EXTRA_STRIDE = ROW_STRIDE;
+#endif
+constexpr int SCALES_BEHIND = Row::SCALES_BEHIND, EXTRA_SCALES_BEHIND = ExtraRow::SCALES_BEHIND;
+constexpr bool COPY_SCALES = SCALES_BEHIND > 0 || EXTRA_SCALES_BEHIND > 0;  // by themselves
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
 using Division = DivisionOf<THREADS>;
 constexpr End END = Division::END;
@@ -26,7 +46,7 @@ constexpr bool IN_TURN =
     Division::EQUAL_SPLITS && TILES_IN_TURN;  // an item's tiles are dealt out to its splits in turn
 // Whether the consumers find the ends of the lists of a CTA's first turns. Full lists of V4_FP8 would take 1 to 4 %
 // longer, segments 1 to 2 %.
-constexpr bool CONSUMERS_LOOK = FLOAT_SCALES && END != End::KEEP && !DENSE;
+constexpr bool CONSUMERS_LOOK = (FLOAT_SCALES || ROPE_CODED) && END != End::KEEP && !DENSE;
 constexpr int FIRST_TURNS = 4;  // so many turns
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
@@ -39,13 +59,19 @@ constexpr int UNIT_STAGES = UNIT_TILES * TILE_STAGES;
 // Rows of 576 e4m3 stand in pairs, with 16 bytes behind each: those of a pair may come by one copy. STRIDE is then the half
 // of a pair.
 constexpr bool PAIRED = PLAIN && ROW_STRIDE % LINE_BYTES == 64;
-constexpr int STRIDE = PAIRED ? ROW_STRIDE + 8 : Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
+constexpr int EXPANDED_BYTES = SCALES_AT + FP4_SCALES;
+constexpr int STRIDE = PAIRED   ? ROW_STRIDE + 8
+                       : EXPAND ? EXPANDED_BYTES + (EXPANDED_BYTES / 16 % 2 == 0) * 16
+                                : Row::STAGED_BYTES;
+constexpr int STAGE_BYTES = STAGE_ROWS * STRIDE;
 // Rows of a stage that stand behind each other as in the cache.
 constexpr int RUN_ROWS = PAIRED ? 2 : STRIDE == ROW_STRIDE ? WARP_ROWS : 1;
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = D_QK / 64;  // column blocks of 64; behind those of NoPE is RoPE
-constexpr int LINES_BYTES = HEADS * LINE_BYTES;          // a swizzled line for each head: a column block of Q, or a P
-constexpr int CHUNKS = NUM_SCALES > 0 ? NUM_SCALES : 1;  // ranges of columns with a scale of their own
-constexpr int OWN_HEADS = HEADS / 4;                     // of S^T and O^T in a thread (tile/heads.cuh)
+constexpr int LINES_BYTES = HEADS * LINE_BYTES;  // a swizzled line for each head: a column block of Q, or a P
+// Columns of a range with a scale of its own, and ranges. Where FP4 rows may be, all are as theirs.
+constexpr int CHUNK_COLUMNS = EXPAND ? 16 : SCALE_TILE;
+constexpr int CHUNKS = EXPAND ? D_NOPE / 16 : NUM_SCALES > 0 ? NUM_SCALES : 1;
+constexpr int OWN_HEADS = HEADS / 4;  // of S^T and O^T in a thread (tile/heads.cuh)
 // Denominators in a thread: of all its heads, over its own rows. With 64 heads there are no registers for that: of two
 // heads, over the rows of eight lanes.
 constexpr int SUMS = HEADS == 64 ? 2 : OWN_HEADS;
@@ -82,6 +108,9 @@ struct Attended {
 template <int STAGES>
 struct alignas(16) SmallOf {
     uint64_t full[STAGES], empty[STAGES];
+#if CODE_BITS == 4 || EXTRA_ROWS
+    uint64_t copied[STAGES];
+#endif
     float ref[HEADS];  // what P^T and O^T are relative to
     // Of P of each warpgroup's tile: O^T before it is multiplied by this, if `raised`.
     float factor[2][HEADS];

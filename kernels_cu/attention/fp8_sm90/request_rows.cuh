@@ -2,6 +2,8 @@
 #pragma once
 #include "attention/fp8_sm90/producer.cuh"
 
+static_assert(!EXPAND, "");
+
 // The consumers have nothing to look for: it is known how many tiles a split has.
 __device__ __forceinline__ void find_first_ends(const AttentionParams&, const Work&) {}
 
@@ -45,7 +47,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
         const Row row = row_in_block<Row>(d, blocks[0], first + own);
         blocks[0] = blocks[1];
         blocks[1] = load(first + AHEAD * step + own);
-        copy_tile(row, run_of(row, lane), stage, warp, lane, [&] {
+        copy_tile(row, run_of(row, lane), false, stage, warp, lane, [&] {
             const uint32_t some = first < all_from || first + TILE_ROWS > all_to ? SOME : 0;
             const uint32_t follows = n + 2 < tiles ? ANYTHING : n + 1 < tiles ? ONE_AT_MOST : NONE;
             return count == 0 ? uint32_t(ENDED) : follows | some;

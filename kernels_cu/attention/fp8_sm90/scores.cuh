@@ -133,7 +133,7 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, cons
     const uint32_t line = swizzled(shared_address(shared) + Q_AT, part.head, 4 * part.half);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) store_q(line + part.odd * LINES_BYTES, 2 * pair(i), columns[i], factor, true);
-    if (NINTH) store_q(line + 4 * part.last_t, 8, last, factor, PLAIN);
+    if (NINTH) store_q(line + 4 * part.last_t, 8, last, factor, PLAIN || ROPE_CODED);
     return logit_scale_of(p, __uint_as_float(uint32_t(127 - shift) << 23));
 }
 
@@ -166,8 +166,12 @@ __device__ __forceinline__ float load_q_e4m3(const AttentionParams& p, int turn,
 // --- S^T ------------------------------------------------------------------------------------------------------
 
 // The scales of a thread's two rows, g and g + 8 of its warp's stage: r, and scale / r as f16, both rows in a word, of
-// chunks t, t + 4 ...
+// chunks t, t + 4 ...; EXPAND: of those that the thread's bytes of a row are in, of column block after column block.
 constexpr int RATIO_WORDS = ceil_div(CHUNKS, 4);
+__device__ __forceinline__ int chunk_of_word(int t, int k) {
+    if (!EXPAND) return t + 4 * k;
+    return are_alone(k / 2) ? 4 * k + t : 4 * (k - k % 2) + 2 * t + k % 2;
+}
 struct RowScales {
     float r[2], logit[2];         // S^T times `logit` are the logits
     uint32_t ratio[RATIO_WORDS];  // not of PLAIN_FP8, whose r is 1
@@ -195,7 +199,8 @@ struct Bytes {
     Vec16 x, y;
 };
 
-// Widens them to A operands. UE8M0 scales: times the f16 pairs `ratio`.
+// Widens them to A operands. SCALED: times the f16 pairs `ratio`.
+template <bool SCALED = FINE_SCALES>
 __device__ __forceinline__ void widen_bytes(const Bytes& bytes, const uint32_t (&ratio)[2], uint32_t (&a)[4][4]) {
     const Vec16 &x = bytes.x, &y = bytes.y;
     const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
@@ -204,7 +209,7 @@ __device__ __forceinline__ void widen_bytes(const Bytes& bytes, const uint32_t (
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             e4m3x4_to_f16x2(words[row][i], a[i][row], a[i][row + 2]);
-            if (E8M0_SCALES) {
+            if (SCALED) {
                 a[i][row] = multiply_f16x2(a[i][row], ratio[row]);
                 a[i][row + 2] = multiply_f16x2(a[i][row + 2], ratio[row]);
             }
@@ -236,17 +241,17 @@ __device__ __forceinline__ void scale_rows(float (&s)[HEADS / 2], float x, float
 __device__ __forceinline__ void load_rope(uint32_t row, int t, uint32_t (&words)[8]) {
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-        const Vec16 v = load_shared_16(row + ROPE_OFFSET + 16 * (2 * t + b));
+        const Vec16 v = load_shared_16(row + ROPE_AT + 16 * (2 * t + b));
         words[4 * b] = v.x, words[4 * b + 1] = v.y, words[4 * b + 2] = v.z, words[4 * b + 3] = v.w;
     }
 }
 
-// V4_FP8: stores it where it was, in the order of load_columns: of 16 columns the even ones, then the odd ones.
+// HAS_ROPE: stores it where it was, in the order of load_columns: of 16 columns the even ones, then the odd ones.
 __device__ __forceinline__ void store_rope(uint32_t row, int t, const uint32_t (&words)[8]) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
         const uint32_t bytes = odd ? 0x7632 : 0x5410;
-        store_shared_16(row + ROPE_OFFSET + 16 * (2 * t + odd),
+        store_shared_16(row + ROPE_AT + 16 * (2 * t + odd),
                         {__byte_perm(words[0], words[1], bytes), __byte_perm(words[2], words[3], bytes),
                          __byte_perm(words[4], words[5], bytes), __byte_perm(words[6], words[7], bytes)});
     }
@@ -359,22 +364,41 @@ __device__ __forceinline__ int set_exponent(RowScales& scales, int i, int expone
     return exponent;
 }
 
+// The largest biased exponent of a row's RoPE, of which each lane of a quad has a part.
+__device__ __forceinline__ int largest_exponent(const uint32_t (&rope)[8]) {
+    uint32_t top = 0;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) top = max_abs_bf16x2(top, rope[k]);
+    top = max(top & 0x7fff, top >> 16 & 0x7fff);
+    top = max(top, __shfl_xor_sync(~0u, top, 1));
+    return int(max(top, __shfl_xor_sync(~0u, top, 2)) >> 7);
+}
+constexpr int ROPE_HEADROOM = 14;  // RoPE / r stays below 2^15
+
+// RoPE of a row becomes f16 divided by r, whose biased exponent this is, in `rope` and in the ring.
+__device__ __forceinline__ void divide_rope(uint32_t row, int t, int exponent, uint32_t (&rope)[8]) {
+    const uint32_t inverse = power_of_two_bf16x2(254 - exponent);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) rope[k] = bf16x2_to_f16x2(multiply_bf16x2(rope[k], inverse));
+    store_rope(row, t, rope);
+}
+
+// Both rows' halves of f16 pairs, as pairs of their own.
+__device__ __forceinline__ void part_rows(uint32_t both, uint32_t (&ratio)[2]) {
+    ratio[0] = __byte_perm(both, 0, 0x1010);
+    ratio[1] = __byte_perm(both, 0, 0x3232);
+}
+
 // V4_FP8: the scales of both rows, seven of 64 columns each. `ratio`: of columns 128 c + 32 t .. + 31, pairs of f16;
 // `own`: of chunks t and t + 4. RoPE becomes f16 divided by r, in `rope` and in the ring.
-__device__ __forceinline__ RowScales load_scales_of_64(uint32_t row, int t, float logit_scale, uint32_t (&ratio)[4][2],
+__device__ __forceinline__ RowScales load_scales_of_64(uint32_t row, int t, float logit_scale, uint32_t (*ratio)[2],
                                                        float (&own)[2][2], uint32_t (&rope)[2][8]) {
     RowScales result;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         load_rope(row + i * 8 * STRIDE, t, rope[i]);
         const Vec8 scales = load_shared_8(row + i * 8 * STRIDE + SCALES_AT);
-        uint32_t top = 0;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) top = max_abs_bf16x2(top, rope[i][k]);
-        top = max(top & 0x7fff, top >> 16 & 0x7fff);
-        top = max(top, __shfl_xor_sync(~0u, top, 1));
-        top = max(top, __shfl_xor_sync(~0u, top, 2));
-        int exponent = int(top >> 7) - 14;  // RoPE / r stays below 2^15
+        int exponent = largest_exponent(rope[i]) - ROPE_HEADROOM;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
             exponent = max(exponent, int((c < 4 ? scales.x : scales.y) >> (c % 4 * 8) & 0xff));
@@ -389,19 +413,15 @@ __device__ __forceinline__ RowScales load_scales_of_64(uint32_t row, int t, floa
         }
         own[0][i] = ratio_of(scales.x >> 8 * t & 0xff);
         own[1][i] = ratio_of(scales.y >> 8 * t & 0xff);
-        const uint32_t inverse = power_of_two_bf16x2(254 - exponent);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) rope[i][k] = bf16x2_to_f16x2(multiply_bf16x2(rope[i][k], inverse));
-        store_rope(row + i * 8 * STRIDE, t, rope[i]);
+        divide_rope(row + i * 8 * STRIDE, t, exponent, rope[i]);
     }
     return result;
 }
 
 // V41_FP8: the scales of both rows, sixteen of 32 columns each. A thread's own four, t, t + 4 ..., are those of its
-// columns 128 c + 32 t .. + 31, which become pairs of f16 in `ratio`. Both rows' are computed at once, as bfloat16: a
-// scale's byte is the exponent of one.
-__device__ __forceinline__ RowScales load_scales_of_32(uint32_t row, int t, float logit_scale,
-                                                       uint32_t (&ratio)[4][2]) {
+// columns 128 c + 32 t .. + 31, which become pairs of f16 in `ratio`; FP4_EXTRA: twice in the result, for each column
+// block, and not in `ratio`. Both rows' are computed at once, as bfloat16: a scale's byte is the exponent of one.
+__device__ __forceinline__ RowScales load_scales_of_32(uint32_t row, int t, float logit_scale, uint32_t (*ratio)[2]) {
     const Vec16 x = load_shared_16(row + SCALES_AT), y = load_shared_16(row + 8 * STRIDE + SCALES_AT);
     const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
     const uint32_t bytes = t + 256 * (4 + t);  // byte t of both
@@ -418,37 +438,109 @@ __device__ __forceinline__ RowScales load_scales_of_32(uint32_t row, int t, floa
     const int of_g_8 = set_exponent(result, 1, top >> 23, logit_scale);
     const uint32_t inverse = (254 - of_g) << 7 | (254 - of_g_8) << 23;
 #pragma unroll
-    for (int c = 0; c < RATIO_WORDS; ++c) {
-        const uint32_t own = bf16x2_to_f16x2(multiply_bf16x2(scales[c], inverse));
-        result.ratio[c] = own;
-        ratio[c][0] = __byte_perm(own, 0, 0x1010);
-        ratio[c][1] = __byte_perm(own, 0, 0x3232);
+    for (int k = 0; k < RATIO_WORDS; ++k) {
+        result.ratio[k] = bf16x2_to_f16x2(multiply_bf16x2(scales[4 * k / RATIO_WORDS], inverse));
+        if (!EXPAND) part_rows(result.ratio[k], ratio[k]);
     }
     return result;
 }
 
-// UE8M0 scales: K is multiplied by scale / r where it is widened.
-__device__ __forceinline__ RowScales multiply_qk_e8m0_scales(uint32_t row, int t, float logit_scale,
+// FP4 rows: of the e4m3 scales of both rows those that the thread's bytes of a row are under, as f16, which is exact.
+// These are of columns 128 n + 32 t + 16 odd .. + 15; of a column block that is alone, 64 block + 16 t .. + 15.
+__device__ __forceinline__ void load_scales_of_16(uint32_t row, int t, uint32_t (&own)[RATIO_WORDS]) {
+    const uint32_t at = row + SCALES_AT, at_8 = at + 8 * STRIDE;
+    if constexpr (SCALES_IN_FOURS) {  // number s stands at 8 (s % 4) + s / 4: 16 (t % 2) + 8 odd + 2 n + t / 2
+        const Vec16 x = load_shared_16(at + t % 2 * 16), y = load_shared_16(at_8 + t % 2 * 16);
+        const uint32_t bytes = 0x6240 + t / 2 * 0x1111;
+        e4m3x4_to_f16x2(__byte_perm(x.x, y.x, bytes), own[0], own[2]);
+        e4m3x4_to_f16x2(__byte_perm(x.y, y.y, bytes), own[4], own[6]);
+        e4m3x4_to_f16x2(__byte_perm(x.z, y.z, bytes), own[1], own[3]);
+        e4m3x4_to_f16x2(__byte_perm(x.w, y.w, bytes), own[5], own[7]);
+    } else {
+#pragma unroll
+        for (int n = 0; n < RATIO_WORDS / 2; ++n)
+            e4m3x4_to_f16x2(
+                __byte_perm(load_shared_2(at + 8 * n + 2 * t), load_shared_2(at_8 + 8 * n + 2 * t), 0x5140),
+                own[2 * n], own[2 * n + 1]);
+        if constexpr (RATIO_WORDS % 2 == 1) {
+            constexpr int LAST = 4 * (RATIO_WORDS - 1);
+            uint32_t none;
+            e4m3x4_to_f16x2(__byte_perm(load_shared_byte(at + LAST + t), load_shared_byte(at_8 + LAST + t), 0x5140),
+                            own[RATIO_WORDS - 1], none);
+        }
+    }
+}
+
+__device__ __forceinline__ void multiply_scales(uint32_t (&own)[RATIO_WORDS], float x, float y) {
+    const uint32_t factors = pack_f16x2(x, y);
+#pragma unroll
+    for (int k = 0; k < RATIO_WORDS; ++k) own[k] = multiply_f16x2(own[k], factors);
+}
+
+// FP4 rows whose r is 1.
+__device__ __forceinline__ RowScales scales_of_fp4(uint32_t row, int t, float logit_scale) {
+    RowScales result = {{1.0f, 1.0f}, {logit_scale, logit_scale}, {}};
+    load_scales_of_16(row, t, result.ratio);
+    multiply_scales(result.ratio, E2M1_IN_E4M3, E2M1_IN_E4M3);
+    return result;
+}
+
+// V4_NVFP4: RoPE becomes f16 divided by r, in `rope` and in the ring. So that it stays below 2^15, r may be above 1.
+__device__ __forceinline__ RowScales scales_of_fp4_and_rope(uint32_t row, int t, float logit_scale,
+                                                            uint32_t (&rope)[2][8]) {
+    RowScales result;
+    load_scales_of_16(row, t, result.ratio);
+    float inverse[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        load_rope(row + i * 8 * STRIDE, t, rope[i]);
+        const int exponent = set_exponent(result, i, max(largest_exponent(rope[i]) - ROPE_HEADROOM, 127), logit_scale);
+        divide_rope(row + i * 8 * STRIDE, t, exponent, rope[i]);
+        inverse[i] = inverse_power_of_two(exponent);
+    }
+    multiply_scales(result.ratio, E2M1_IN_E4M3 * inverse[0], E2M1_IN_E4M3 * inverse[1]);
+    return result;
+}
+
+// Scales of 64 columns or less: K is multiplied by scale / r where it is widened. `of_extra`: the rows are the extra
+// cache's, where that counts (FP4_EXTRA).
+__device__ __forceinline__ RowScales multiply_qk_fine_scales(uint32_t row, int t, bool of_extra, float logit_scale,
                                                              float (&s)[HEADS / 2]) {
     static_assert(!E8M0_SCALES || SCALE_TILE == (HAS_ROPE ? 64 : 32), "V4_FP8 or V41_FP8");
+    constexpr int SCALE_BLOCKS = CHUNK_COLUMNS == 16 ? 1 : 2;  // column blocks of which a thread has one scale
+    constexpr int BLOCKS = NOPE_BLOCKS + ROPE_CODED;
     const uint64_t q = q_operand();
-    uint32_t ratio[4][2], a[2][4][4];
+    uint32_t ratio[ceil_div(NOPE_BLOCKS, SCALE_BLOCKS)][2], a[2][4][4];
     Bytes bytes = load_block(row, t, 0);
     RowScales result;
     float own[2][2];  // V4_FP8: they become `ratio` of the result behind the products, as registers allow
     if constexpr (HAS_ROPE) {
         uint32_t rope[2][8];
-        result = load_scales_of_64(row, t, logit_scale, ratio, own, rope);
+        if constexpr (FP4) {
+            result = scales_of_fp4_and_rope(row, t, logit_scale, rope);
+        } else {
+            result = load_scales_of_64(row, t, logit_scale, ratio, own, rope);
+        }
         arrange_rope(rope, a[0]);
         start_qk<Values::F16, Sum::SET>(q, NOPE_BLOCKS, a[0], s);
+    } else if (FP4 || of_extra) {
+        result = scales_of_fp4(row, t, logit_scale);
     } else {
         result = load_scales_of_32(row, t, logit_scale, ratio);
     }
+    if constexpr (EXPAND) {
 #pragma unroll
-    for (int block = 0; block < NOPE_BLOCKS; ++block) {
+        for (int k = 0; k < RATIO_WORDS; ++k) part_rows(result.ratio[k], ratio[k]);
+    }
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
         uint32_t (&buffer)[4][4] = a[(block + 1) % 2];
-        widen_bytes(bytes, ratio[block / 2], buffer);
-        if (block + 1 < NOPE_BLOCKS) bytes = load_block(row, t, block + 1);
+        if (block < NOPE_BLOCKS) {
+            widen_bytes(bytes, ratio[block / SCALE_BLOCKS], buffer);
+        } else {
+            widen_bytes<false>(bytes, ratio[0], buffer);
+        }
+        if (block + 1 < BLOCKS) bytes = load_block(row, t, block + 1);
         if (block == 0 && !HAS_ROPE) {
             start_qk<Values::F16, Sum::SET>(q, block, buffer, s);
         } else {
@@ -457,7 +549,7 @@ __device__ __forceinline__ RowScales multiply_qk_e8m0_scales(uint32_t row, int t
         wgmma_wait<1>();
     }
     wgmma_wait<0>();
-    if constexpr (HAS_ROPE) {
+    if constexpr (HAS_ROPE && !FP4) {
 #pragma unroll
         for (int k = 0; k < RATIO_WORDS; ++k) result.ratio[k] = pack_f16x2(own[k][0], own[k][1]);
     }
@@ -492,8 +584,9 @@ __device__ __forceinline__ RowScales multiply_qk(const AttentionParams& p, const
     RowScales scales;
     if constexpr (FLOAT_SCALES) {
         scales = multiply_qk_float_scales(r, row, stage, logit_scale, s);
-    } else if constexpr (E8M0_SCALES) {
-        scales = multiply_qk_e8m0_scales(row, r.t, logit_scale, s);
+    } else if constexpr (FINE_SCALES) {
+        const bool of_extra = FP4_EXTRA && small().marks[place_of(stage)] & OF_EXTRA;
+        scales = multiply_qk_fine_scales(row, r.t, of_extra, logit_scale, s);
     } else {
         multiply_qk_plain(row, r.t, s);
         scales = {{1.0f, 1.0f}, {logit_scale, logit_scale}, {}};
@@ -571,7 +664,7 @@ __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& sca
 #pragma unroll
         for (int k = 0; k < RATIO_WORDS; ++k) {
             if (CHUNKS % 4 == 0 || k < CHUNKS / 4 || r.t < CHUNKS % 4)
-                sm.ratio[r.warpgroup][r.t + 4 * k][place + 2 * i] = uint16_t(scales.ratio[k] >> 16 * i);
+                sm.ratio[r.warpgroup][chunk_of_word(r.t, k)][place + 2 * i] = uint16_t(scales.ratio[k] >> 16 * i);
         }
     }
 }

@@ -36,14 +36,15 @@ __device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint3
 // ratios.
 struct Columns {
     uint32_t bytes[4];
-    Vec8 ratio[E8M0_SCALES ? 2 : 1];  // of the thread's four rows: for both column blocks, or for each
-    uint32_t rope[4];                 // V4_FP8: the last column block's A operand
+    Vec8 ratio[FINE_SCALES ? 2 : 1];  // of the thread's four rows: for both column blocks, or for each
+    uint32_t rope[4];                 // HAS_ROPE: the last column block's A operand
 };
 
 // Where the ratios for P of warpgroup `owner` begin that a thread reads: those of its first column block.
 __device__ __forceinline__ uint32_t own_ratios(const Role& r, int owner) {
-    constexpr int OF_HALF = PLAIN ? 0 : D_V / 2 / SCALE_TILE;  // chunks of a warpgroup's columns
-    const int within = SCALE_TILE == 32 ? r.warp / 2 : 0;      // its column block has two chunks, of two warps each
+    constexpr int OF_HALF = PLAIN ? 0 : D_V / 2 / CHUNK_COLUMNS;  // chunks of a warpgroup's columns
+    // Its column block has four chunks, of a warp each, two of two warps each, or one.
+    const int within = CHUNK_COLUMNS == 16 ? r.warp : CHUNK_COLUMNS == 32 ? r.warp / 2 : 0;
     return shared_address(&small().ratio[owner][OF_HALF * r.warpgroup + within][4 * r.t]);
 }
 
@@ -56,17 +57,17 @@ __device__ __forceinline__ Columns load_columns(const Role& r, uint32_t stage, u
     const uint32_t rows = stage_address(stage) + row_offset(r.lane % 16), second = r.lane / 16;
     const uint32_t from = rows + 256 * r.warpgroup + 64 * second + 16 * r.warp;
     Columns c;
-    if constexpr (!E8M0_SCALES) {
+    if constexpr (!FINE_SCALES) {
         ldmatrix_x4_trans(c.bytes, from + 128 * i);
         if (FLOAT_SCALES) c.ratio[0] = load_ratios(ratios, i, k);
     } else {
-        // V4_FP8: the last column block is RoPE, which has no ratios: those before are loaded, and not used.
-        constexpr int EACH = SCALE_TILE == 32 ? 2 : 1;  // chunks of a column block
+        // HAS_ROPE: the last column block is RoPE, which has no ratios: those before are loaded, and not used.
+        constexpr int EACH = FINE_SCALES ? 64 / CHUNK_COLUMNS : 0;  // chunks of a column block
         ldmatrix_x4_trans(c.bytes, i == 0 || (HAS_ROPE && r.warpgroup == 1 && second) ? from : from + 128);
         c.ratio[0] = load_ratios(ratios, EACH * 2 * i, k);
-        c.ratio[1] = load_ratios(ratios, HAS_ROPE && i == 1 ? 3 - r.warpgroup : EACH * (2 * i + 1), k);
+        c.ratio[1] = load_ratios(ratios, HAS_ROPE && i == 1 ? EACH * (3 - r.warpgroup) : EACH * (2 * i + 1), k);
         if (HAS_ROPE && i == 1)
-            ldmatrix_x4_trans(c.rope, stage_address(stage) + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_OFFSET +
+            ldmatrix_x4_trans(c.rope, stage_address(stage) + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_AT +
                                           32 * r.warp + r.lane / 8 % 2 * 16);
     }
     return c;
@@ -76,11 +77,11 @@ __device__ __forceinline__ Columns load_columns(const Role& r, uint32_t stage, u
 __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, int i, uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
-        const Vec8& ratio = c.ratio[E8M0_SCALES ? v : 0];
+        const Vec8& ratio = c.ratio[FINE_SCALES ? v : 0];
         widen_pair(c.bytes[2 * v], ratio.x, a[v][0], a[v][1]);
         widen_pair(c.bytes[2 * v + 1], ratio.y, a[v][2], a[v][3]);
     }
-    if (E8M0_SCALES && HAS_ROPE && i == 1) {
+    if (FINE_SCALES && HAS_ROPE && i == 1) {
         // Chosen here, or the compiler chooses behind the fence, between two wgmma, and serialises them.
 #pragma unroll
         for (int n = 0; n < 4; ++n) a[1][n] = opaque(r.warpgroup == 1 ? c.rope[n] : a[1][n]);

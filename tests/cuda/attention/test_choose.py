@@ -103,10 +103,12 @@ def test_other_gpus_and_unaligned_rows_run_the_portable_kernel(layout, gpu):
 
 
 @pytest.mark.parametrize(("layout", "extra"), [(layout, extra) for layout, of in EXTRA_OF.items() for extra in of])
-def test_the_portable_kernel_alone_reads_an_extra_cache_of_another_layout(layout, extra):
+def test_what_reads_an_extra_cache_of_another_layout(layout, extra):
     problem = decode(layout, 64, 8, extra_entries=500, extra_layout=extra)
-    assert {name for name, kernel in KERNELS.items() if kernel.serves(problem)} == {"portable", "portable_99kb"}
-    assert choose(problem).kernel == "portable"
+    able = {"fp8_sm90", "portable", "portable_99kb"}
+    assert {name for name, kernel in KERNELS.items() if kernel.serves(problem)} == able
+    assert choose(problem).kernel == "fp8_sm90"
+    assert choose(problem._replace(gpu=A100)).kernel == choose(problem._replace(aligned=False)).kernel == "portable"
 
 
 def test_a_gpu_has_the_times_under_its_name():

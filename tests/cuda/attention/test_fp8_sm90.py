@@ -23,7 +23,9 @@ from ...kinds import gapped
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
+FORMATS = pytest.mark.parametrize(
+    "fmt", [oracle.V32, oracle.V4, oracle.V32_NVFP4, oracle.V4_NVFP4], ids=lambda fmt: fmt.name
+)
 
 KERNEL = "fp8_sm90"
 

@@ -11,11 +11,14 @@ import numpy as np
 
 from ....layouts import (
     D_V,
+    EXTRA_OF,
     PLAIN_FP8_512,
     PLAIN_FP8_576,
     V4_FP8,
+    V4_NVFP4,
     V32_FP8,
     V32_NOPE_FP8,
+    V32_NVFP4,
     V41_FP8,
     V41_FP8_SPLIT,
     Layout,
@@ -31,8 +34,9 @@ from ..times import Work
 from . import few_heads_sm90
 from .work import fitting, rounds_of, shares, split, whole
 
-# That the kernel can read.
-LAYOUTS = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512, V32_NOPE_FP8, V41_FP8, V41_FP8_SPLIT)
+# That the kernel can read, and the pipeline over rows of a block table.
+LAYOUTS_OF_FP8 = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512, V32_NOPE_FP8, V41_FP8, V41_FP8_SPLIT)
+LAYOUTS = (*LAYOUTS_OF_FP8, V32_NVFP4, V4_NVFP4)
 HEADS = (32, 64)  # heads a CTA is built for
 RING = {32: 4, 64: 3}  # stages, a tile each; kernels_cu/attention/fp8_sm90.cu
 UNEVEN_ITEM_COST = 8  # of lists that are not equally long, in eighths of a pair of tiles
@@ -41,10 +45,11 @@ INVARIANT_ROWS = 704  # of a split of a batch-invariant call; a CTA can take a q
 
 WHOLE, CLUSTERS, SHARES, SEGMENTS, TEAMS = DIVISIONS = 0, 1, 2, 3, 4  # how work is divided over CTAs, see the kernel
 PLAIN_DIVISIONS = WHOLE, CLUSTERS, SHARES  # of rows with a scale of the call
-# Rows that are taken to take as long as those of another layout. Once there are records of rows of 528 bytes, times of
-# their own are to be fitted.
+# Rows that are taken to take as long as those of another layout. Once there are records of rows of 528 bytes and of
+# FP4, times of their own are to be fitted.
 TIMED_AS = {
     PLAIN_FP8_576: V32_FP8, PLAIN_FP8_512: V4_FP8, V32_NOPE_FP8: V32_FP8, V41_FP8: V4_FP8, V41_FP8_SPLIT: V4_FP8,
+    V32_NVFP4: V32_FP8, V4_NVFP4: V4_FP8,
 }  # fmt: skip
 MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
 # Addresses, one or two of them a tile, too.
@@ -52,27 +57,35 @@ SPILL_BYTES = {SEGMENTS: 20}
 SPILL_BYTES_OF = {V32_FP8: {**SPILL_BYTES, TEAMS: 4}, V32_NOPE_FP8: {**SPILL_BYTES, TEAMS: 8, CLUSTERS: 4}}
 
 
-def defines(layout: Layout, lines: int, division: int, dense: bool = False) -> dict[str, int | str]:
+def defines(
+    layout: Layout, lines: int, division: int, dense: bool = False, extra: Layout | None = None
+) -> dict[str, int | str]:
     """The constants that the pipeline is compiled with.
 
     Args:
         lines: of a work item.
         division: of `kernels_cu/attention/division/division.cuh`.
         dense: rows come from a block table.
+        extra: the layout of extra caches, where it is another.
     """
     return {
         **layout.defines(), "D_V": D_V, "HEADS": lines, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
         "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
-        "DENSE": int(dense),
+        "DENSE": int(dense), **(extra.defines_of_extra() if extra else {"EXTRA_ROWS": 0}),
     }  # fmt: skip
 
 
 @cache
-def kernel(layout: Layout, heads: int, division: int) -> Kernel:
-    """The kernel for one cache layout, heads of a CTA, and one of `DIVISIONS`."""
+def kernel(layout: Layout, heads: int, division: int, extra: Layout | None) -> Kernel:
+    """The kernel for one cache layout, heads of a CTA, and one of `DIVISIONS`.
+
+    Args:
+        extra: the layout of extra caches, where it is another; else None.
+    """
     spills = SPILL_BYTES_OF.get(layout, SPILL_BYTES)
+    made = defines(layout, heads, division, extra=extra)
     return Kernel(
-        "attention/fp8_sm90.cu", structs.ATTENTION, defines(layout, heads, division), archs=("90a",), target="90a",
+        "attention/fp8_sm90.cu", structs.ATTENTION, made, archs=("90a",), target="90a",
         spill_bytes=spills.get(division, 0), max_cluster=MAX_CLUSTER if division == CLUSTERS else 1, overlaps=True,
     )  # fmt: skip
 
@@ -80,7 +93,7 @@ def kernel(layout: Layout, heads: int, division: int) -> Kernel:
 @cache
 def cluster_kernel() -> Kernel:
     """The variant that is asked how many clusters run at a time; a CTA of every variant takes a whole SM."""
-    return kernel(V32_FP8, max(HEADS), CLUSTERS)
+    return kernel(V32_FP8, max(HEADS), CLUSTERS, None)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -88,11 +101,12 @@ def kernels() -> Iterator[Kernel]:
     for layout in LAYOUTS:
         for heads in HEADS:
             for division in PLAIN_DIVISIONS if layout.scale_of_call else DIVISIONS:
-                yield kernel(layout, heads, division)
+                for extra in (None, *EXTRA_OF.get(layout, ())):
+                    yield kernel(layout, heads, division, extra)
 
 
 def serves(problem: Problem) -> bool:
-    """Decode over FP8 rows; batch-invariant calls of few heads are for `few_heads_sm90` where that can
+    """Decode over FP8 and FP4 rows; batch-invariant calls of few heads are for `few_heads_sm90` where that can
     read the rows."""
     few = problem.fixed and problem.heads <= 16 and problem.layout in few_heads_sm90.LAYOUTS
     able = problem.on_hopper and problem.layout in LAYOUTS
@@ -196,7 +210,8 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     if isinstance(division, Clusters):
         params = call.params.replaced(num_splits=division.num_splits, **division.memory(problem, each))
         grid = (problem.items(heads) * division.cluster, 1, 1)
-        return [Launch(kernel(problem.layout, heads, CLUSTERS), grid, params, division.cluster)]
+        variant_of_clusters = kernel(problem.layout, heads, CLUSTERS, problem.extra_layout)
+        return [Launch(variant_of_clusters, grid, params, division.cluster)]
     if isinstance(division, Whole):
         variant, ctas, fields = WHOLE, division.grid(problem), call.ended()
     elif isinstance(division, Shares):
@@ -210,7 +225,7 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
         variant = TEAMS if isinstance(division, Teams) else SEGMENTS
         ctas, fields = division.grid(problem), division.memory(problem, each)
     params = call.params.replaced(num_splits=division.num_splits, **fields)
-    return [Launch(kernel(problem.layout, heads, variant), (ctas, 1, 1), params)]
+    return [Launch(kernel(problem.layout, heads, variant, problem.extra_layout), (ctas, 1, 1), params)]
 
 
 # Of a share with 64 heads, in hundredths of the time of a pair of tiles, from clocks within the kernel: Q and first

@@ -72,13 +72,8 @@ def kernel(layout: Layout, heads: int, limit: int, dense: bool = False, extra: L
     defines = {
         **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": rows, "Q_IN_SHARED": q_in_shared,
         "SHARED_LIMIT": 1024 * limit, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST, "DENSE": int(dense),
-        "EXTRA_ROWS": int(extra is not None),
+        **(extra.defines_of_extra() if extra else {"EXTRA_ROWS": 0}),
     }  # fmt: skip
-    if extra is not None:
-        defines |= {
-            "EXTRA_ROW_STRIDE": extra.row_stride, "EXTRA_SCALE_OFFSET": extra.scale_offset,
-            "EXTRA_SCALE_STRIDE": extra.scale_stride,
-        }  # fmt: skip
     archs = PORTABLE if limit == SMALL else ("80", "90", "100")
     return Kernel("attention/portable.cu", structs.DENSE if dense else structs.ATTENTION, defines, archs=archs)
 

@@ -1,7 +1,7 @@
-// Partial results of the pipeline of bf16_sm90.cuh, for merge.cuh: f16 times a power of two for each line.
+// Of bf16_sm90: partial results, for merge.cuh: f16 times a power of two for each line.
 #pragma once
-#include "attention/bf16_chunks.cuh"
-#include "attention/bf16_sm90.cuh"
+#include "attention/bf16_sm90/chunks.cuh"
+#include "attention/bf16_sm90/results.cuh"
 #include "attention/division/merge.cuh"
 
 // Warps whose lines are not all padding.

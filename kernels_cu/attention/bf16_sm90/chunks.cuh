@@ -1,4 +1,4 @@
-// The chunks of a partial result of the pipeline of bf16_sm90.cuh.
+// Of bf16_sm90: the chunks of a partial result.
 //
 // A chunk has, of one line, two columns each of four neighbouring eights: what a thread holds. The chunks of 16 lines
 // stand together, so that those of padding can be left out.

@@ -1,0 +1,152 @@
+// Of bf16_sm90: how kernels differ. Each passes a `K`, its kind, to the pipeline:
+//
+//   Params, EXTRA_BYTES  its parameter; shared memory that it needs besides
+//   KEPT                 steps of k whose part of Q a consumer warpgroup keeps in registers
+//   CLUSTER              whether a CTA belongs to a cluster, and has one work item
+//   POLICY, read_once    whether rows that are read once leave L2 before others, and whether they are
+//   SKIPS                how tiles without a valid entry are passed over
+//   load_last, shorten   VOTED: what tells whether the list ends with a row, and making it end there
+//   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
+//   wait                 in clusters, where roles begin before that: what the producers do then
+//   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
+//   find_work            what the producers know of a work item, ...
+//   length_of, work_of   ... and the consumers
+//   list_of, load_slots, row_of                   their list, its entries, and the row that one names
+//   line_at                                       the query and head of each line of Q
+//   VALIDITY_LANES, Validity, load_validity, store_validity    what is known of a tile's rows besides their values
+//   EXCLUDES, exclude                             whether Q . K gets one more step, and that step
+//   Reader, Columns, mask_tile, top_of, count_twice            how softmax applies validity
+//   init, write                                   before the first work item, and the results of one
+#pragma once
+#include "attention/bf16_sm90/plan.cuh"
+#include "ptx/cache_policy.cuh"
+
+// A producer thread copies 16-byte chunk `lane % 8` of rows row + 16 i, i = 0 .. 3, of every column block.
+struct Copier {
+    int warp, lane, row;
+    uint32_t at;      // of the chunk of row `row` of Q, in shared memory
+    uint64_t policy;  // of copies, if K::POLICY
+
+    // `warp`: of the warpgroup.
+    template <typename K>
+    static __device__ __forceinline__ Copier here(const typename K::Params& p, int warp) {
+        Copier c;
+        if constexpr (K::POLICY) c.policy = K::read_once(p) ? evict_first() : evict_normal();
+        c.warp = warp;
+        c.lane = threadIdx.x % 32;
+        c.row = 4 * c.warp + c.lane / 8;
+        // 16 rows further the swizzle is the same. Opaque: in sums of it with uniform registers the addresses of
+        // copies came out wrong (docs/kernels/bf16_cluster_sm90.md).
+        c.at = opaque(swizzled(shared_address(shared) + Q_AT, c.row, c.lane % 8));
+        return c;
+    }
+};
+
+// What most kernels have.
+struct Default {
+    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false;
+    static constexpr Skips SKIPS = Skips::NONE;
+
+    template <typename Params>
+    static __device__ __forceinline__ void start(const Params&) {}
+    template <typename K, typename Params>
+    static __device__ __forceinline__ Work find_work(const Params& p, int index, int head_tiles) {
+        return K::work_of(p, index, head_tiles, K::length_of(p, index, head_tiles));
+    }
+    template <typename Params>
+    static __device__ __forceinline__ void wait(const Params&, Work&) {}
+    // The list entries of a producer thread's rows of one tile; -1 where there is none.
+    template <typename K, typename Params>
+    static __device__ __forceinline__ void load_slots(const Params& p, const Work& w, const Copier& c, int tile,
+                                                      int32_t (&slots)[4]) {
+        const int32_t* list = K::list_of(p, w);
+        const int first = opaque(tile * TILE_ROWS + c.row);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int entry = first + 16 * i;
+            slots[i] = entry < w.length ? list[entry] : -1;
+        }
+    }
+    // Where the row stands that an entry names.
+    template <typename Params>
+    static __device__ __forceinline__ const uint8_t* row_of(const Params& p, int32_t entry) {
+        return p.main.cache + entry * p.main.row_stride;
+    }
+    template <typename K, typename Params, typename Act>
+    static __device__ __forceinline__ void for_each(const Params& p, int head_tiles, Act act) {
+        auto find = [&](int item) { return K::find_item(p, item, head_tiles); };
+        auto total = [&] { return K::num_items(p, opaque(head_tiles)); };
+        for_each_item(total, blockIdx.x, read_num_ctas, find, act);
+    }
+};
+
+// What the kernels of single queries share.
+struct SingleQueries : Default {
+    using Params = AttentionParams;
+    static constexpr int EXTRA_BYTES = 0, KEPT = 6;
+    static constexpr bool EXCLUDES = false;
+    static constexpr Skips SKIPS = Skips::MARKED;
+
+    // Whether rows are mostly read once: by decode with no more list entries than the cache has rows.
+    static __device__ __forceinline__ bool read_once(const Params& p) {
+        return p.flags & DECODE && int64_t(p.num_queries) * p.main.topk <= p.main.num_slots;
+    }
+    // The query of work item `item`. Mostly a branch saves the division.
+    static __device__ __forceinline__ Query query_of_item(const Params& p, uint32_t item, uint32_t head_tiles) {
+        return query_by_branch(p, head_tiles == 1 ? item : item / head_tiles);
+    }
+    static __device__ __forceinline__ const int32_t* list_of(const Params& p, const Work& w) {
+        return p.main.indices + w.query.b * p.main.index_stride_b + w.query.s * p.main.index_stride_s + w.first;
+    }
+    static __device__ __forceinline__ Line line_at(const Params& p, const Work& w, int head) {
+        return {w.query, head};
+    }
+
+    static constexpr int VALIDITY_LANES = 1;  // of each eight producer threads, those that bring validity
+    struct Validity {};
+    static __device__ __forceinline__ Validity load_validity(const Params&, const Work&, const Copier&, int) {
+        return {};
+    }
+    static __device__ __forceinline__ void store_validity(const Params&, const Work&, const Copier& c, int, int tile,
+                                                          const uint8_t* const (&rows)[4], Validity) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) small<SingleQueries>().valid[tile][16 * i + c.row] = rows[i] != nullptr;
+    }
+    static __device__ __forceinline__ void exclude(int, float (&)[32]) {}
+
+    struct Reader {
+        static __device__ __forceinline__ Reader here(const Params&, int, int) { return {}; }
+    };
+    // The validity bytes of a thread's columns.
+    struct Columns {
+        const uint8_t* valid;
+        bool whole;  // all are valid, in the whole warp
+
+        __device__ __forceinline__ Columns(const Reader&, int tile, int t)
+            : valid(small<SingleQueries>().valid[tile] + 2 * t) {
+            uint32_t all = 0x0101;
+#pragma unroll
+            for (int n = 0; n < 8; ++n) all &= *reinterpret_cast<const uint16_t*>(valid + 8 * n);
+            whole = __all_sync(~0u, all == 0x0101);
+        }
+    };
+    // Takes out invalid rows. Returns the scale that is still to be multiplied by.
+    static __device__ __forceinline__ float mask_tile(const Params& p, const Columns& columns, float (&s)[32]) {
+        float scale = 1.0f;
+        if (!columns.whole || p.scale_log2 < 0.0f) {
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                const uint32_t two = *reinterpret_cast<const uint16_t*>(columns.valid + 8 * n);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[4 * n + i] = two >> (i % 2 * 8) & 1 ? s[4 * n + i] * p.scale_log2 : -INF;
+            }
+        } else {
+            scale = p.scale_log2;
+        }
+        return scale;
+    }
+    static __device__ __forceinline__ float top_of(float top, float scale) { return top * scale; }
+    static __device__ __forceinline__ void count_twice(const Columns&, int, float (&)[32]) {}
+
+    static __device__ __forceinline__ void init(const Params&) {}
+};

@@ -1,0 +1,135 @@
+// Of logits_sm90: what a math warpgroup does, and all that a CTA does.
+#pragma once
+#include "indexer/logits_sm90/results.cuh"
+#include "indexer/logits_sm90/scheduled.cuh"
+#include "ptx/setmaxnreg.cuh"
+
+// --- math -----------------------------------------------------------------------------------------------------
+
+// x itself, in a form that the compiler keeps in a register instead of computing it anew wherever it is used: the loop
+// over units has few instructions to spare beside its sums. With more pairs there are no registers to keep it in.
+template <typename T>
+__device__ __forceinline__ T kept(T x, int lane) {
+    return PAIRS == 1 ? __shfl_sync(~0u, x, lane) : x;
+}
+
+__device__ __forceinline__ uint64_t kept_operand(uint64_t operand) {
+    return PAIRS == 1 ? operand >> 32 << 32 | uint32_t(uniform(int(uint32_t(operand)))) : operand;
+}
+
+__device__ __forceinline__ uint32_t uniform_kept(uint32_t x) { return PAIRS == 1 ? uint32_t(uniform(int(x))) : x; }
+
+constexpr int EMPTY_BEHIND_FULL = 8 * STAGES;  // bytes from a stage's barrier in `full` to the one in `empty`
+
+__device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
+    Small& sm = small();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, t = kept(lane % 4, lane);
+    const int my_key = key_of_thread(threadIdx.x);
+    const int own_queries = TOGETHER ? warpgroup * QUERIES : 0;
+    const uint64_t first_stage = kept_operand(wgmma_operand(stage_rows(0), LINE_GROUP, 16));
+    const uint32_t first_full = uniform_kept(shared_address(&sm.full[0]));
+    const uint32_t scales = kept(shared_address(&sm.scales[0][my_key]), lane);
+    Place place = {TOGETHER ? 0 : warpgroup, 0};
+    int ahead = place.stage;  // units before this warpgroup's next one
+    for (int turn = 0;; ++turn) {
+        const int slot = turn % SLOTS;
+        mbarrier_wait(shared_address(&sm.slot_full[slot]), turn / SLOTS % 2);
+        const Header& h = sm.header[slot];
+        const int units = uniform(h.units);
+        if (units == 0) return;
+        Weights w;
+        w.load(shared_address(&sm.weights[slot][own_queries * HEADS]), lane);
+        Results results(p, h, own_queries, my_key, t, ahead);
+        const uint64_t queries =
+            kept_operand(wgmma_operand(slot_rows(slot) + own_queries * HEADS * QUERY_BYTES, LINE_GROUP, 16));
+        fence_proxy_async();
+
+        float logits[PAIRS] = {};  // of the unit before
+#pragma unroll 1
+        while (ahead < units) {
+            const uint32_t full = first_full + 8 * place.stage;
+            mbarrier_wait(full, place.round);
+            float c[ROWS / 2], scale;
+            bool exists;
+            if constexpr (MXFP4) {
+                WidenedKeys keys;
+                keys.load(place.stage, warp, lane, t);
+                scale = keys.scale;
+                exists = sm.exists[place.stage][warp / 2] >> my_key % 32 & 1;
+                __syncwarp();
+                mbarrier_arrive_elected<EMPTY_BEHIND_FULL>(full);
+                multiply(c, keys, queries);
+                results.store(p, logits, ahead, t);
+                wgmma_wait<0>();
+            } else {
+                if (!UNDERWAY) fence_proxy_async();
+                multiply(c, wgmma_operand_number(first_stage, place.stage, STAGE_BYTES), queries);
+                results.store(p, logits, ahead, t);
+                wgmma_wait<0>();
+                scale = __uint_as_float(load_shared_4(scales + place.stage * UNIT * 4));
+                exists = !PAGED || sm.exists[place.stage][warp / 2] >> my_key % 32 & 1;
+                __syncwarp();
+                mbarrier_arrive_elected<EMPTY_BEHIND_FULL>(full);
+            }
+            Sums sums;
+            sum_heads(c, w, sums);
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                const float sum = sum_of_lane(sums[i], t);
+                logits[i] = exists ? sum * scale : -INF;
+            }
+            place.advance(EVERY);
+            ahead += EVERY;
+        }
+        results.store(p, logits, ahead, t);
+        ahead -= units;
+        __syncwarp();
+        mbarrier_arrive_elected<0>(shared_address(&sm.slot_empty[slot]));
+    }
+}
+
+// --- the kernel -----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void run(const LogitsParams& p) {
+    // Beside three math warpgroups and more no CTA of the next launch has room: those of a top-k would all start on
+    // the SMs that are free first. So they start when every CTA has copied its last keys.
+    constexpr bool STARTS_NEXT_LATE = WARPGROUPS >= 3 && !TOGETHER;
+    if constexpr (!STARTS_NEXT_LATE) let_next_kernel_start();
+    if constexpr (!SCHEDULED) init_barriers();
+    const int warpgroup = uniform(threadIdx.x / 128);
+    Share share = {};
+    Scheduled schedule = {};
+    bool by_warp = false;
+    if constexpr (SCHEDULED) {
+        if (warpgroup == WARPGROUPS || warpgroup == 0) schedule.read(p, threadIdx.x % 32);
+        init_barriers();
+    } else {
+        by_warp = UNDERWAY == 0 && num_tiles<TILE_QUERIES>(p) <= WARPS_TILES;
+        if (by_warp) __syncthreads();
+        wait_for_earlier_kernels();
+        if (!by_warp) share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);  // synchronizes the CTA
+    }
+    if (warpgroup < WARPGROUPS) {
+        if constexpr (SCHEDULED) {
+            __syncthreads();
+            if (warpgroup == 0) fill_first_slot(p, schedule);
+        }
+        if constexpr (FILLS_FIRST) copy_first_queries(p, share, warpgroup);
+        if constexpr (MOVES_REGISTERS) increase_registers_to<MATH_REGISTERS>();
+        compute(p, warpgroup);
+        return;
+    }
+    if constexpr (MOVES_REGISTERS) decrease_registers_to<PRODUCER_REGISTERS>();
+    if constexpr (SCHEDULED) {
+        __syncthreads();
+        produce_scheduled(p, schedule);  // which waits for earlier kernels; math warpgroups wait for what it copies
+    } else {
+        produce(p, share, by_warp);
+    }
+    if constexpr (STARTS_NEXT_LATE) let_next_kernel_start();
+    if constexpr (COMPACT) {
+        clean_compact_rows<128>(p, threadIdx.x % 128);
+    } else if (!SCHEDULED || __builtin_expect(p.clean, false)) {
+        clean_rows<128, TILE_QUERIES, UNIT>(p, threadIdx.x % 128);
+    }
+}

@@ -1,0 +1,96 @@
+// Of logits_sm90: keys x (queries x heads) of a unit, and the sums over heads.
+#pragma once
+#include "indexer/logits_sm90/queries.cuh"
+#include "ptx/arithmetic.cuh"
+#include "ptx/wgmma.cuh"
+
+// The weights of a lane's columns.
+struct Weights {
+    float of[ROWS / 8][2];
+
+    __device__ __forceinline__ void load(uint32_t weights, int lane) {
+#pragma unroll
+        for (int i = 0; i < ROWS / 8; ++i) {
+            const Vec8 two = load_shared_8(weights + 4 * (8 * i + 2 * (lane % 4)));
+            of[i][0] = __uint_as_float(two.x);
+            of[i][1] = __uint_as_float(two.y);
+        }
+    }
+};
+
+// c = keys x (queries x heads), to be waited for.
+__device__ __forceinline__ void multiply(float (&c)[ROWS / 2], uint64_t keys, uint64_t queries) {
+    wgmma_fence();
+    wgmma_e4m3<Sum::SET>(c, keys, queries);
+#pragma unroll
+    for (int step = 1; step < 4; ++step)
+        wgmma_e4m3<Sum::ADD>(c, wgmma_further(keys, 32 * step), wgmma_further(queries, 32 * step));
+    wgmma_commit();
+}
+
+// The keys of a unit as A operands, from their codes in a stage.
+struct WidenedKeys {
+    uint32_t a[4][4];
+    float scale;  // of the key that the lane stores
+
+    __device__ __forceinline__ void load(int stage, int warp, int lane, int t) {
+        const Small& sm = small();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = 16 * warp + lane / 4 + 8 * i;
+            const Vec16 codes = load_shared_16(stage_rows(stage) + row * KEY_BYTES + 16 * t);
+            const uint32_t scales = load_shared_4(shared_address(&sm.scales[stage][row]));
+            const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w}, largest = largest_scale(scales);
+            const Magnitudes of = magnitudes_of(largest - (scales >> 8 * t & 255));
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                const Vec8 values = widen_e2m1_8(words[step], of);
+                a[step][i] = values.x;
+                a[step][2 + i] = values.y;
+            }
+            if (t % 2 == i) scale = factor_of_scales(largest);
+        }
+    }
+};
+
+__device__ __forceinline__ void multiply(float (&c)[ROWS / 2], const WidenedKeys& keys, uint64_t queries) {
+    wgmma_fence();
+    wgmma_e4m3<Sum::SET>(c, keys.a[0], queries);
+#pragma unroll
+    for (int step = 1; step < 4; ++step) wgmma_e4m3<Sum::ADD>(c, keys.a[step], wgmma_further(queries, 32 * step));
+    wgmma_commit();
+}
+
+// Sums over the lane's heads, of a pair of queries; key g, then g + 8. One query of a pair: the two sums, and the same
+// again. Two queries whose columns take turns: first of query t / 2 its heads in the even eights, then of the other
+// one its heads in the odd eights. Both have the same heads in a lane's sum, in the same order, as one query alone
+// has.
+constexpr int PAIRS = ceil_div(QUERIES, 2);
+using Sums = float[PAIRS][4];
+
+__device__ __forceinline__ void sum_heads(const float (&c)[ROWS / 2], const Weights& w, Sums& sums) {
+    float of_key[QUERIES][2] = {};
+#pragma unroll
+    for (int i = 0; i < ROWS / 8; ++i) {
+        const int q = GROUP == 2 ? i / (HEADS / 4) * 2 + i % 2 : i / (HEADS / 8);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float& sum = of_key[q][j / 2];
+            sum = fmaf(max_or_nan(c[4 * i + j], 0.0f), w.of[i][j % 2], sum);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+        const auto &even = of_key[2 * i], &odd = of_key[min(2 * i + 1, QUERIES - 1)];
+        sums[i][0] = even[0], sums[i][1] = even[1], sums[i][2] = odd[0], sums[i][3] = odd[1];
+    }
+}
+
+// Of a pair: the sum that lane t stores.
+__device__ __forceinline__ float sum_of_lane(const float (&sums)[4], int t) {
+    if constexpr (GROUP == 1) return quad_sum_of_mine(sums, t);
+    const float first = sums[0] + __shfl_xor_sync(~0u, sums[2], 2),
+                second = sums[1] + __shfl_xor_sync(~0u, sums[3], 2);
+    const bool odd = t % 2 != 0;
+    return (odd ? second : first) + __shfl_xor_sync(~0u, odd ? first : second, 1);
+}

@@ -1,0 +1,94 @@
+// Of logits_sm90: what the producers tell of a tile: its queries, weights, and header, in one of two slots.
+#pragma once
+#include "indexer/logits_sm90/plan.cuh"
+#include "ptx/cp_async.cuh"
+
+// As range_of_tile, by a warp; `mine` is the range of the lane's query, if it has one.
+__device__ __forceinline__ KeyRange range_of_tile(const LogitsParams& p, const QueryTile& tile, int lane,
+                                                  KeyRange& mine) {
+    mine = lane < tile.count ? range_of_query(p, tile.request, tile.first + lane) : KeyRange{0, 0};
+    const bool any = mine.begin < mine.end;
+    const int begin = __reduce_min_sync(~0u, any ? mine.begin : p.width);
+    return {begin / ALIGNED_KEYS * ALIGNED_KEYS, __reduce_max_sync(~0u, any ? mine.end : 0)};
+}
+
+// What stands in a row of a slot. Two queries share the 8 columns that a product's accumulators have of each row, in
+// turn, so that a lane's sums over the even eights and the odd ones are of different queries (sum_heads).
+constexpr int GROUP = QUERIES % 2 ? 1 : 2;
+struct QueryHead {
+    int query, head;
+
+    __device__ __forceinline__ static QueryHead of_row(int row) {
+        if (GROUP == 1) return {row / HEADS, row % HEADS};
+        const int eight = row % (2 * HEADS) / 8, column = row % 8;
+        return {row / (2 * HEADS) * 2 + (column / 4 ^ eight % 2), 4 * eight + column % 4};
+    }
+};
+
+// COUNT queries of a tile from number `first` on, which is even, and their weights, by 128 threads. Heads and queries
+// that do not exist are zeros.
+template <int COUNT>
+__device__ __forceinline__ void copy_queries(const LogitsParams& p, const QueryTile& tile, int first, int slot,
+                                             int thread) {
+    constexpr int ROWS_AT_ONCE = 128 / 8, HEADS_AT_ONCE = ROWS_AT_ONCE / GROUP;
+    const auto [own_query, own_head] = QueryHead::of_row(thread / 8);
+    const int chunk = thread % 8, first_row = first * HEADS, count = tile.count - first;
+    // MXFP4: words of k in the order in which lanes have those of keys. Word 8 t + 2 s + i, of which lane t has the
+    // keys', is word t of chunk 2 s + i.
+    constexpr int PARTS = MXFP4 ? 4 : 1, PART_BYTES = 16 / PARTS;
+    uint32_t to[PARTS];
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i)
+        to[i] = MXFP4 ? swizzled(slot_rows(slot), first_row + thread / 8, chunk % 2 * 4 + i) + chunk / 2 * 4
+                      : swizzled(slot_rows(slot), first_row + thread / 8, chunk);
+    const uint8_t* query_row = p.q8 + tile.request * p.q_request + (tile.first + first + own_query) * p.q_query +
+                               own_head * p.q_head + 16 * chunk;
+#pragma unroll 1
+    for (int query = own_query; query < own_query + COUNT; query += GROUP) {
+        const uint8_t* from = query_row;
+#pragma unroll
+        for (int i = 0; i < HEADS; i += HEADS_AT_ONCE) {
+            const bool exists = query < count && own_head + i < p.heads;
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                if constexpr (MXFP4) {
+                    cp_async_4(to[part], from + part * PART_BYTES, exists);
+                } else {
+                    cp_async_16(to[part], from, exists);
+                }
+                to[part] += ROWS_AT_ONCE * LINE_BYTES;
+            }
+            from += HEADS_AT_ONCE * p.q_head;
+        }
+        query_row += GROUP * p.q_query;
+    }
+    const uint32_t weights = shared_address(&small().weights[slot][first_row]);
+    const float* w = p.w + tile.row(p, first) * p.w_stride;
+#pragma unroll
+    for (int row = thread; row < COUNT * HEADS; row += 128) {
+        const auto [query, head] = QueryHead::of_row(row);
+        cp_async_4(weights + 4 * row, w + query * p.w_stride + head, query < count && head < p.heads);
+    }
+}
+
+// The producer warp that writes headers. By a schedule, the one that has the fewest units.
+constexpr int HEADER_WARP = SCHEDULED ? PRODUCERS - 1 : 0;
+
+// What a tile of queries is; `mine` is the range of the lane's query, if it has one.
+__device__ __forceinline__ void write_header(const LogitsParams& p, const QueryTile& tile, const KeyRange& range,
+                                             const Units& taken, const KeyRange& mine, int slot, int lane) {
+    Header& h = small().header[slot];
+    if (lane == 0) h.units = taken.count, h.first_key = range.begin + taken.first * UNIT;
+    if (lane == 1) h.row = int(tile.row(p, 0)), h.count = tile.count;
+    if (lane < TILE_QUERIES) h.range[lane] = mine;
+}
+
+// Tell that `warp` has filled its part of a slot.
+__device__ __forceinline__ void tell_of_slot(int slot, int warp, int lane) {
+    const uint32_t full = shared_address(&small().slot_full[slot]);
+    if (warp == HEADER_WARP) {
+        __syncwarp();
+        mbarrier_arrive_for_warp(full, lane);
+    }
+    mbarrier_arrive_after_copies(full);
+}
