@@ -47,6 +47,7 @@ from harness import (
     flash_mla_peer,
     kernels_of,
     largest_difference,
+    load_kernels,
     peer_name,
     time_side_by_side,
 )
@@ -68,6 +69,10 @@ WINDOWS = 3
 ANSWER_SECONDS = 300  # of a peer, whose first answer compiles
 EQUAL, APART = 0.99, 0.1  # of slots that both choose at least, of results at most: ties are told by rounding
 E4M3_MAX = 448.0
+KERNELS = (
+    r"^attention/fp8_sm90.* DENSE=0 .*TOKEN_BYTES=656|^cache/pack.*TOKEN_BYTES=656|^indices/convert"
+    r"|^indexer/(pack_keys|quantize_q|schedule|short_rows|topk\.cu BF16=0|logits_sm90.* HEADS=64 .*PAGED=1)"
+)
 
 
 class Layer(NamedTuple):
@@ -264,6 +269,7 @@ def main() -> None:
     record.note("seed", seed)
     flash_mla_peer()
     processes = ready([PeerProcess(folder, serve) for folder in unpacked()], time.monotonic() + 120)
+    load_kernels(KERNELS)
     for row in sizes(random.Random(seed), options.quick):
         if record.wants(case := name_of(row)):
             measure(record, processes, case, row)

@@ -52,9 +52,11 @@ TOKENS = 1 << 19  # rows of each cache of decode
 ROWS = 32768  # of each array of prefill
 KS = (512, 2048)
 WINDOWS = 3  # of a row of top-k
-KERNELS = (
-    r"^attention/(fp8_sm90|few_heads_sm90|bf16|combine|group|sort|order|count)|^indexer/(topk|short)|^cache/pack\.cu"
-)
+KERNELS = {  # by what the rows are of
+    "decode": r"^attention/fp8_sm90.* DENSE=0 .*TOKEN_BYTES=584|^cache/pack.*TOKEN_BYTES=584",
+    "prefill": r"^attention/(bf16|combine|group_lists|sort_lists|order_queries)",
+    "topk": r"^indexer/(short_rows|topk\.cu BF16=0)",
+}
 
 
 def logarithmic(rng: random.Random, least: int, most: int) -> int:
@@ -97,10 +99,15 @@ def selections(rng: random.Random, quick: bool) -> Iterator[dict[str, Any]]:
                 yield {"kind": "short rows", "b": b, "width": width, "k": k, "seed": rng.randrange(1 << 31)}
 
 
+def work_of(row: dict[str, Any]) -> str:
+    """Which of KERNELS it needs."""
+    return "topk" if row["kind"] == "short rows" else "prefill" if "d_qk" in row else "decode"
+
+
 def name_of(row: dict[str, Any]) -> str:
-    if row["kind"] == "short rows":
+    if work_of(row) == "topk":
         return f"short rows b {row['b']} width {row['width']} k {row['k']}"
-    if "d_qk" in row:
+    if work_of(row) == "prefill":
         return " ".join([row["kind"], *(f"{name} {row[name]}" for name in ("h", "d_qk", "s_q", "topk"))])
     topk = f"{row['topk']}+{row['extra_topk']}" if row["extra_topk"] else row["topk"]
     blocks = f" extra_block {row['extra_block']}" if row["extra_topk"] else ""
@@ -235,24 +242,20 @@ def main() -> None:
     record.note("seed", seed)
     drawn = [*decodes(rng, options.quick), *prefills(rng, options.quick), *selections(rng, options.quick)]
     wanted = [row for row in drawn if record.wants(name_of(row))]
-    of_topk = [row for row in wanted if row["kind"] == "short rows"]
-    peer = flash_mla_peer() if len(of_topk) < len(wanted) else None
-    folders = unpacked() if of_topk else []
-    processes = [PeerProcess(folder, serve) for folder in folders]
+    works = {work_of(row) for row in wanted}
+    peer = flash_mla_peer() if works - {"topk"} else None
+    processes = [PeerProcess(folder, serve) for folder in unpacked()] if "topk" in works else []
     if processes:
         processes = ready(processes, time.monotonic() + 120)
-    if not options.only:
-        load_kernels(KERNELS)
+    load_kernels("|".join(KERNELS[work] for work in works) or "^$")
     for row in wanted:
         case = name_of(row)
         if not record.in_time(case):
             continue
-        if row["kind"] == "short rows":
+        if work_of(row) == "topk":
             select(record, processes, case, row)
-        elif "d_qk" in row:
-            prefill(record, peer, case, row)
         else:
-            decode(record, peer, case, row)
+            {"decode": decode, "prefill": prefill}[work_of(row)](record, peer, case, row)
     for process in processes:
         process.process.kill()
     judge(SERVED, record.rows)

@@ -217,6 +217,7 @@ def test_rows_of_served(harness, module):
 def run_served(harness, module, monkeypatch, tmp_path) -> dict[str, Any]:
     """The record of served.py over small caches on the CPU, with ours in the place of FlashMLA and no other peers."""
     program, rows = module("served"), module("rows")
+    loaded: list[str] = []
 
     def time_side_by_side(*candidates) -> list[float]:
         for calls in candidates:
@@ -225,7 +226,8 @@ def run_served(harness, module, monkeypatch, tmp_path) -> dict[str, Any]:
 
     for changed, values in (
         (program, {"flash_mla_peer": lambda: program.flash_mla, "unpacked": list, "LARGEST": 2, "TOKENS": 1024,
-                   "ROWS": 512, "cache_of": program.cache_of.__wrapped__, "time_side_by_side": time_side_by_side}),
+                   "ROWS": 512, "load_kernels": loaded.append,
+                   "cache_of": program.cache_of.__wrapped__, "time_side_by_side": time_side_by_side}),
         (rows, {"time_side_by_side": time_side_by_side}), (harness, {"environment": dict}),
     ):  # fmt: skip
         for name, value in values.items():
@@ -235,6 +237,8 @@ def run_served(harness, module, monkeypatch, tmp_path) -> dict[str, Any]:
     monkeypatch.setattr(sys, "argv", ["served.py", "--quick", "--seed", "7", "--only", only])
     with on_cpu():
         program.main()
+    for name in ("attention/fp8_sm90.cu", "attention/bf16_sm90.cu", "indexer/short_rows.cu"):
+        assert any(re.search(loaded[0], repr(kernel)) for kernel in all_kernels() if kernel.file == name)
     return json.loads((tmp_path / "served.part.json").read_text())
 
 
@@ -335,6 +339,7 @@ def test_layer_beside_the_peers_chain(harness, module, monkeypatch, tmp_path, wr
 
     for changed, values in (
         (program, {"flash_mla_peer": lambda: program.flash_mla, "peer_name": lambda: "ours", "BATCHES": (2, 3),
+                   "load_kernels": lambda which: None,
                    "unpacked": lambda: ["folder"], "ready": lambda processes, deadline: processes, "HEADS": 8,
                    "PeerProcess": lambda *a: SimpleNamespace(ask=ask, process=SimpleNamespace(kill=lambda: None)),
                    "CONTEXTS": (70, 190), "LONGEST": 256, "K": 64, "INDEX_HEADS": 8, "SETS": 2, "DRAWN": 0,
