@@ -141,6 +141,30 @@ def test_only_decodes_take_no_lists(adapter, rng, query_lens: list[int], specula
     assert (found is not None) == taken
 
 
+@pytest.mark.parametrize(
+    ("query_lens", "tokens", "taken"),
+    [([1, 1], 2, True), ([1, 1], 4, False), ([3, 3], 6, True), ([3, 3], 8, False), ([3, 2, 1], 9, False)],
+    ids=str,
+)  # fmt: skip
+def test_tokens_that_pad_a_batch(adapter, rng, query_lens: list[int], tokens: int, taken: bool) -> None:
+    """They are of no request, so a batch that has them can be no table of requests and their tokens."""
+    batch = vllm_batch(make_step(rng, 12, query_lens, [TOPK, 6, 1][: len(query_lens)]).batch, tokens)
+    builder = builder_of(adapter, "bf16", speculative=SimpleNamespace(num_speculative_tokens=2))
+    assert (adapter.short.dense_decodes_of(builder.build(0, batch)) is not None) == taken
+
+
+def test_rows_of_a_table_behind_the_requests_are_not_read(adapter, rng) -> None:
+    """A step's block table may have more rows than the step has requests."""
+    step = make_step(rng, 12, [1, 1], [TOPK, 6], all_listed=True)
+    batch = vllm_batch(step.batch, 2)
+    table = batch.block_table_tensor
+    batch.block_table_tensor = torch.cat([table, torch.full_like(table, HOSTILE)])
+    built = builder_of(adapter, "bf16").build(0, batch)
+    impl = adapter.CupyMLASparseImpl(SCALE, "auto", 64, torch.full_like(as_torch(step.topk_indices), HOSTILE))
+    got, _ = impl.forward_mqa(as_torch(step.q), as_torch(step.caches["bf16"]), built, None)
+    assert_result(got.float().numpy(), step.want)
+
+
 def test_a_captured_step_takes_lists(adapter, rng, monkeypatch) -> None:
     """vLLM says `max_model_len` of a step that it captures. Should one say less, the capture is seen."""
     batch = vllm_batch(make_step(rng, 12, [1, 1], [TOPK, 3]).batch, 2)
