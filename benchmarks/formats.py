@@ -35,10 +35,9 @@ HEADS, LARGEST = (8, 16, 32, 64, 128), 264
 TOKENS, BLOCK = 1 << 21, 64  # rows of each cache, and of a block
 WINDOW = 128
 PACKED, COMPARED = 1 << 18, 1 << 12  # tokens that are packed and gathered, and of those that NumPy repeats
-# The kernels of decode, packing and gathering; of portable ones those for rows that no other kernel reads.
+# The kernels of decode, packing and gathering.
 KERNELS = (
     r"^cache/(pack|unpack|gather)|^attention/(?!backward|dense|group|bf16_grouped|merge|attention_target|portable)"
-    r"|^attention/portable(?=.* DENSE=0 )(?=.*(CODE_BITS=4|EXTRA_ROWS=1) ).*SHARED_LIMIT=166912"
 )
 
 
