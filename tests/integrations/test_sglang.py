@@ -237,17 +237,22 @@ def test_sparse_with_a_sink(rng) -> None:
 
 
 @pytest.mark.parametrize("cache", ["bf16", "v32_fp8"])
-def test_paged(rng, cache: str) -> None:
-    """Over the cache as it is: a bf16 one is not quantized first."""
+def test_paged(rng, monkeypatch, cache: str) -> None:
+    """Over the cache as it is: a bf16 one is not quantized first, and blocks stay blocks."""
     step = make_step(rng, 12, [1, 1, 1, 2])
     pool = as_torch(step.caches[cache])
     backend = SimpleNamespace(physical_page_size=BLOCK_SIZE, kv_cache_dim=pool.shape[-1])
+    decode, pages = plugin.sparse_decode, []
+    monkeypatch.setattr(
+        plugin, "sparse_decode", lambda q, k, *a, **m: (pages.append(k.shape), decode(q, k, *a, **m))[1]
+    )
     got = plugin.forward_flashmla_kv(
         original, backend, q_all=as_torch(step.q).flatten(1), kv_cache=pool.view(-1, 1, pool.shape[-1]), v_head_dim=512,
         sm_scale=SCALE, layer=SimpleNamespace(tp_q_head_num=12, head_dim=576), metadata=None, page_table_1=slots(step),
     )  # fmt: skip
     assert got.shape == (5, 1, 12, 512)
     assert_result(got[:, 0].float().numpy(), step.want)
+    assert pages[0][1] == BLOCK_SIZE
 
 
 def original(*arguments: object) -> object:

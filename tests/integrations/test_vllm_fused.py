@@ -144,8 +144,10 @@ def test_norm_rope(adapter, rng, fp8: bool, interleaved: bool, skipped: str) -> 
     keys = filled(rng, 3, 132, 12)
     before = cache.clone(), keys.clone()
     slots = torch.tensor(rng.permutation(3 * BLOCK_SIZE)[: T + 2])
-    if skipped != "none":
-        of = {"some": rng.permutation(T)[:5], "the first": [0], "all": range(T + 2)}[skipped]
+    if skipped == "the first":  # and one behind the token that goes to the cache's first row
+        slots = torch.cat([slots[slots > 0].new_tensor([-1, 0, -1]), slots[slots > 0][: T - 1]])
+    elif skipped != "none":
+        of = {"some": rng.permutation(T)[:5], "all": range(T + 2)}[skipped]
         slots[list(of)] = -1
     lists, outs = torch.full((T + 1, K), 7, dtype=torch.int32), [torch.zeros(T, n).bfloat16() for n in (512, 64)]
     q = step.run(fused, slots, cache, keys, lists, kv_c_out=outs[0], k_pe_out=outs[1])
@@ -172,6 +174,22 @@ def test_norm_rope(adapter, rng, fp8: bool, interleaved: bool, skipped: str) -> 
             for x in (keys, before[1])
         ]
         assert torch.equal(of_blocks[0][block, offset], of_blocks[1][block, offset])
+
+
+def test_scales_of_tiny_values(adapter, rng) -> None:
+    """vLLM floors the scale itself of latent rows, and the largest magnitude of keys and queries."""
+    step, fused = Step(rng, False), importlib.import_module(f"{plugin.__name__}.fused")
+    step.weights = tuple(weight * 1e-9 for weight in step.weights)
+    cache, keys, lists = filled(rng, 1, 656, 0), filled(rng, 1, 132, 0), torch.zeros(T, K, dtype=torch.int32)
+    step.run(fused, torch.arange(T), cache, keys, lists)
+    assert (cache[0, :T, 512:528].contiguous().view(torch.float32) == 2.0**-13).all()
+    assert (keys.flatten()[BLOCK_SIZE * 128 :].view(torch.float32)[:T] == 2.0**-22).all()
+    q, weights = torch.full((T, 8, 128), 1e-9).bfloat16(), torch.ones(T, 8)
+    _, scaled, _ = fused.fused_q(
+        step.positions, q[..., :64], step.cos_sin, q, step.cos_sin, q, torch.ones(1), weights, 1.0, 1.0,
+        quantize_mqa=False,
+    )  # fmt: skip
+    assert (scaled == 2.0**-22).all()
 
 
 def test_layers_without_an_indexer_leave_the_lists(adapter, rng) -> None:
