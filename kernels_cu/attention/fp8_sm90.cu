@@ -68,6 +68,16 @@
 // stages, 135,168. FP4: rows of 624, V41_FP8 with V41_FP4 560; 12 stages, 16 with 32 heads.
 // Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch.
 // What was tried, what bounds it: docs/kernels/fp8_sm90.md.
+//
+// Parts, under fp8_sm90/:
+//
+//   plan                        constants, shared memory, who a thread is, the turns of a CTA
+//   producer                    bulk copies of rows and Q; FP4 rows expanded
+//   list_rows, list_lines       rows that index lists name, heads of a query; DENSE: request_rows, request_lines
+//   queries, scales             Q, and the scales of rows, as the products take them
+//   scores, softmax, values     S^T, P^T, O^T
+//   results                     what becomes of O^T
+//   pipeline                    a work item in the consumer warps, and all that a CTA does
 #include "attention/fp8_sm90/pipeline.cuh"
 
 // grid: x CTAs among which the work items are divided; in clusters x a cluster an item.

@@ -1,6 +1,6 @@
 // Of fp8_sm90: O^T += V^T . P^T.
 #pragma once
-#include "attention/fp8_sm90/scores.cuh"
+#include "attention/fp8_sm90/softmax.cuh"
 
 // A thread's share of O^T, four column blocks of 64 value columns, and of the denominators.
 struct Output {
