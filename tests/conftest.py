@@ -62,7 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 OPT_IN = ("every_arch", "long", "contracts")  # marks of what runs only where -m names it
-EMULATED = 2  # cases of a file in tests/emulator, all of which are `long`
+EMULATED = 1  # of the cases of a file in tests/emulator, all of which are `long`
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

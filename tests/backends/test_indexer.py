@@ -413,7 +413,7 @@ def test_short_decodes_are_not_scored(monkeypatch, rng, model: Model, more: int)
         gpu.log.clear()
         impl.forward(*arrays, metadata, put(np.zeros((2, model.width), np.int32)))
         files = [launch.kernel.file for launch in gpu.log if launch.kernel is not None]
-        assert "indexer/topk.cu" in files
+        assert {"indexer/topk.cu", "indexer/short_rows.cu"} & {*files}
         scored.append(any("logits" in file for file in files))
     forget_calls()
     assert scored == [more > 0, True]
