@@ -22,11 +22,21 @@ def collected(*arguments: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_plain_run_takes_a_sample_of_what_a_mark_runs_whole() -> None:
-    sample, whole = collected(SWEEP), collected(SWEEP, "-m", "long")
+@pytest.mark.parametrize("file", [SWEEP, "tests/emulator/test_slots.py"])
+def test_a_plain_run_takes_a_case_of_each_emulated_file_and_a_mark_all(file: str) -> None:
+    """Of a file whose tests have the mark themselves, and of one whose tests have it by their folder."""
+    sample, whole = collected(file), collected(file, "-m", "long")
+    assert len(sample) == 1
     assert set(sample) < set(whole)
-    assert len(sample) <= len(whole) / 10
-    assert {name.partition("[")[0] for name in sample} == {name.partition("[")[0] for name in whole}
+
+
+@pytest.mark.long
+def test_a_plain_run_takes_a_third_of_the_cases_of_tensors() -> None:
+    plain, long = (collected("tests/ops/test_swa.py", *of) for of in ((), ("-m", "long")))
+    taken, whole = ({name for name in names if "[torch-" in name} for names in (plain, long))
+    assert taken < whole
+    assert 1 / 3 <= len(taken) / len(whole) <= 0.5
+    assert {name.partition("[")[0] for name in taken} == {name.partition("[")[0] for name in whole}
 
 
 def test_ci_runs_every_mark_that_is_left_out() -> None:
