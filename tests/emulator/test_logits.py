@@ -46,6 +46,6 @@ def test_hostile_candidates(kind, rng):
     of_candidates.test_hostile_candidates(kind, rng)
 
 
-@pytest.mark.parametrize("k", [20, 39, 300])
+@pytest.mark.parametrize("k", [1, 20, 39])  # of all rows there are no logits
 def test_rows_of_candidates(kind, rng, k):
     of_candidates.test_select_candidate_rows(kind, rng, k, of_candidates.MXFP4)
