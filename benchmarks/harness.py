@@ -14,6 +14,7 @@ import importlib.util
 import json
 import math
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -211,6 +212,15 @@ class Options(NamedTuple):
     @classmethod
     def parse(cls, description: str) -> Options:
         return cls(**vars(cls.parser(description).parse_args()))
+
+    @classmethod
+    def parse_with_seed(cls, description: str) -> tuple[Options, int]:
+        """The same, and a seed of sizes and inputs: a new one, or that of `--seed`."""
+        parser = cls.parser(description)
+        parser.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of sizes and inputs")
+        arguments = vars(parser.parse_args())
+        seed = arguments.pop("seed")
+        return cls(**arguments), seed
 
     @classmethod
     def parser(cls, description: str) -> argparse.ArgumentParser:

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from cases import INDEXER, judge
 from harness import Options, Record, time_side_by_side
-from indexer_peers import SPAWN, PeerProcess, Peers, complaining, ready, unpacked
+from indexer_peers import SPAWN, PeerProcess, Peers, answer_each, complaining, ready, unpacked
 
 import cupy_mla
 from cupy_mla.cuda import driver, logits, logits_sm90, topk
@@ -326,11 +326,7 @@ def check_topk(case: Case, s: Tensors, got: torch.Tensor) -> int:
 def serve(pipe: Connection, folder: Path) -> None:
     """Times of each case that is asked for, by the peers' names."""
     peers, every = Peers(folder), Inputs()
-    pipe.send("ready")
-    while True:
-        case = pipe.recv()
-        pipe.send(times_of(case, every, peers, folder.name))
-        torch.cuda.empty_cache()
+    answer_each(pipe, lambda case: times_of(case, every, peers, folder.name))
 
 
 def times_of(case: Case, every: Inputs, peers: Peers, version: str) -> dict[str, float]:

@@ -110,12 +110,20 @@ def complaining(who: str) -> Iterator[None]:
         print(f"{who}: {str(error)[:200]}", file=sys.stderr, flush=True)
 
 
+def answer_each(pipe: Connection, answer: Callable[[Any], Any]) -> None:
+    """What a peer's process does: it says that it is ready, then answers one question after the other."""
+    pipe.send("ready")
+    while True:
+        pipe.send(answer(pipe.recv()))
+        torch.cuda.empty_cache()
+
+
 class PeerProcess:
     """A version of the peers. `ask` it one question at a time.
 
     Args:
         folder: unpacked.
-        serve: what runs there, with a pipe and the folder: it sends "ready", then for each question its answer.
+        serve: what runs there, with a pipe and the folder: it ends with `answer_each`.
     """
 
     def __init__(self, folder: Path, serve: Callable[[Connection, Path], None]) -> None:

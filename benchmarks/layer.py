@@ -52,7 +52,7 @@ from harness import (
     time_side_by_side,
 )
 from indexer import e4m3
-from indexer_peers import PeerProcess, Peers, complaining, ready, unpacked
+from indexer_peers import PeerProcess, Peers, answer_each, complaining, ready, unpacked
 from inputs import normal, v32_cache
 
 import cupy_mla
@@ -206,11 +206,7 @@ class Measured(NamedTuple):
 def serve(pipe: Connection, folder: Path) -> None:
     """What is `Measured` of the chain with each top-k, for each row that is asked for."""
     peers, module = Peers(folder), find_peer()
-    pipe.send("ready")
-    while True:
-        row = pipe.recv()
-        pipe.send(measured(peers, module, row, folder.name))
-        torch.cuda.empty_cache()
+    answer_each(pipe, lambda row: measured(peers, module, row, folder.name))
 
 
 def measured(peers: Peers, module: Any, row: dict[str, Any], version: str) -> dict[str, Measured]:
@@ -260,11 +256,7 @@ def measure(record: Record, processes: list[PeerProcess], case: str, row: dict[s
 
 
 def main() -> None:
-    parser = Options.parser(__doc__)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of sizes and inputs")
-    arguments = vars(parser.parse_args())
-    seed = arguments.pop("seed")
-    options = Options(**arguments)
+    options, seed = Options.parse_with_seed(__doc__)
     record = Record("layer", options)
     record.note("seed", seed)
     flash_mla_peer()

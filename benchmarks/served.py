@@ -36,7 +36,7 @@ import torch
 from cases import SERVED, judge
 from decode_batches import calls
 from harness import SETS, Options, Record, flash_mla_peer, load_kernels, peer_name, time_side_by_side
-from indexer_peers import PeerProcess, Peers, complaining, ready, unpacked
+from indexer_peers import PeerProcess, Peers, answer_each, complaining, ready, unpacked
 from inputs import normal, random_slots, v4_cache
 from rows import Set, decode_sets, padded, prefill_row
 
@@ -184,11 +184,7 @@ def selection_sets(row: dict[str, Any]) -> list[Selection]:
 def serve(pipe: Connection, folder: Path) -> None:
     """Microseconds of vLLM's kernels for each row that is asked for."""
     peers = Peers(folder)
-    pipe.send("ready")
-    while True:
-        row = pipe.recv()
-        pipe.send(times_of_peers(peers, row, folder.name))
-        torch.cuda.empty_cache()
+    answer_each(pipe, lambda row: times_of_peers(peers, row, folder.name))
 
 
 def times_of_peers(peers: Peers, row: dict[str, Any], version: str) -> dict[str, float]:
@@ -231,11 +227,7 @@ def select(record: Record, processes: list[PeerProcess], case: str, row: dict[st
 
 
 def main() -> None:
-    parser = Options.parser(__doc__)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of sizes and inputs")
-    arguments = vars(parser.parse_args())
-    seed = arguments.pop("seed")
-    options = Options(**arguments)
+    options, seed = Options.parse_with_seed(__doc__)
     rng = random.Random(seed)
     torch.manual_seed(seed)
     record = Record("served", options)

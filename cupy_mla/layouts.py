@@ -165,14 +165,16 @@ class Layout:
             "ROPE_CODED": int(self.rope_coded),
         }
 
-    def defines_of_extra(self) -> dict[str, int]:
-        """The constants of an extra cache's layout, where it is another than the main cache's."""
-        return {
-            "EXTRA_ROWS": 1,
-            "EXTRA_ROW_STRIDE": self.row_stride,
-            "EXTRA_SCALE_OFFSET": self.scale_offset,
-            "EXTRA_SCALE_STRIDE": self.scale_stride,
-        }
+    def defines_beside(self, extra: Layout | None) -> dict[str, int | str]:
+        """The constants of a main cache's layout, and of an extra cache's where that is another."""
+        of_extra = {"EXTRA_ROWS": int(extra is not None)}
+        if extra is not None:
+            of_extra |= {
+                "EXTRA_ROW_STRIDE": extra.row_stride,
+                "EXTRA_SCALE_OFFSET": extra.scale_offset,
+                "EXTRA_SCALE_STRIDE": extra.scale_stride,
+            }
+        return self.defines() | of_extra
 
 
 def _of_16_bits(d_qk: int, name: str, half: bool, *aliases: str) -> Layout:

@@ -156,11 +156,14 @@ def rng(rng_seed: int) -> np.random.Generator:
     return np.random.default_rng(rng_seed)
 
 
-# Tensors on the CPU run the code of NumPy's arrays, behind a bridge.
-MARKS = {"numpy": [], "torch": [pytest.mark.long(part=3)], "cupy": [pytest.mark.gpu], "torch_cuda": [pytest.mark.gpu]}
+def marks_of(cls: type[kinds.NumPy]) -> list[pytest.MarkDecorator]:
+    """Of the tests of a kind. Tensors on the CPU run the code of NumPy's arrays, behind a bridge."""
+    if cls.on_gpu:
+        return [pytest.mark.gpu]
+    return [pytest.mark.long(part=3)] if cls is kinds.Torch else []
 
 
-@pytest.fixture(scope="session", params=[pytest.param(name, marks=MARKS[name]) for name in kinds.KINDS])
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=marks_of(cls)) for name, cls in kinds.KINDS.items()])
 def kind(request: pytest.FixtureRequest) -> kinds.NumPy:
     """One kind of array after the other."""
     return kinds.make(request.param)

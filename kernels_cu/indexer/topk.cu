@@ -23,8 +23,9 @@
 //              of their block in shared memory, long ones look up a block for each that is chosen
 //
 // No atomics decide about places, so results do not depend on timing. Of rows no longer than k all is chosen, whatever
-// their logits are; where no row may be longer, `short_rows` runs instead. FEW, rows in registers that begin at column 0: all columns are loaded while the row's end is still
-// being read. ORDERED: many long rows of at most 2^20 columns. BF16: logits are bfloat16.
+// their logits are; where no row may be longer, `short_rows` runs instead. FEW, rows in registers that begin at column
+// 0: all columns are loaded while the row's end is still being read. ORDERED: many long rows of at most 2^20 columns.
+// BF16: logits are bfloat16.
 //
 // Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), 4 bytes a thread for blocks or 4 a
 // chunk, and a few words a warp. Bits or ranks take the pool's place, chosen columns or results that of histograms.

@@ -69,9 +69,9 @@ def defines(
         extra: the layout of extra caches, where it is another.
     """
     return {
-        **layout.defines(), "D_V": D_V, "HEADS": lines, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
+        **layout.defines_beside(extra), "D_V": D_V, "HEADS": lines, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
         "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
-        "DENSE": int(dense), **(extra.defines_of_extra() if extra else {"EXTRA_ROWS": 0}),
+        "DENSE": int(dense),
     }  # fmt: skip
 
 

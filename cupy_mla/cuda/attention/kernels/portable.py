@@ -70,9 +70,8 @@ def kernel(layout: Layout, heads: int, limit: int, dense: bool = False, extra: L
     of a block table. `extra`: the layout of extra caches, where it is another."""
     rows, q_in_shared = shape(layout, heads, limit)
     defines = {
-        **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": rows, "Q_IN_SHARED": q_in_shared,
+        **layout.defines_beside(extra), "D_V": D_V, "HEADS": heads, "TILE_ROWS": rows, "Q_IN_SHARED": q_in_shared,
         "SHARED_LIMIT": 1024 * limit, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST, "DENSE": int(dense),
-        **(extra.defines_of_extra() if extra else {"EXTRA_ROWS": 0}),
     }  # fmt: skip
     archs = PORTABLE if limit == SMALL else ("80", "90", "100")
     return Kernel("attention/portable.cu", structs.DENSE if dense else structs.ATTENTION, defines, archs=archs)
