@@ -101,7 +101,7 @@ __device__ __forceinline__ int count_to_end(const Work& w, int lane, const int (
 }
 
 // Loads at a time with which the producer warps find an end, as registers allow.
-constexpr int LOADS_OF_END = CONSUMERS_LOOK ? 4 : EXPAND && END == End::KEEP ? 1 : 2;
+constexpr int LOADS_OF_END = CONSUMERS_LOOK ? 4 : 2;
 
 // Each of the four producer warps copies 16 rows of every tile that has a valid entry. List entries are loaded AHEAD
 // tiles before their rows: under load they take 2,000 cycles. Warp 0 also fetches Q in the meantime. Returns the stage
@@ -132,7 +132,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load_entries(i, i);
     if (warp == 0) begin_turn(p, w, lane);
-    uint32_t stage = w.stage, expanded = stage;
+    uint32_t stage = w.stage;
     bool ended = false;  // the consumers know that no tile follows
 #pragma unroll 1
     for (int first = 0; first <= count; first += AHEAD) {
@@ -144,7 +144,6 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             const bool copied = has_valid(entries[i], slots.of(w, tile));  // behind the split there is no entry
             const AnyRow row = row_of_entry(p, w, tile, entries[i][0], slots.of(w, tile));
             load_entries(i, n + AHEAD);
-            catch_up(expanded, stage, copied, warp, lane);
             auto know_end = [&] {  // what the consumers have found, once the first copies are under way
                 if (!CONSUMERS_LOOK || i > 0 || n > 0 || w.turn >= FIRST_TURNS) return;
                 mbarrier_wait(shared_address(&small().ends_known), 0);
@@ -173,6 +172,5 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             for (int i = 0; i < AHEAD; ++i) load_entries(i, next + i);  // again: meanwhile they need no registers
         }
     }
-    catch_up(expanded, stage, false, warp, lane);
     return stage;
 }

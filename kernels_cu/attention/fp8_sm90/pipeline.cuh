@@ -137,8 +137,7 @@ __device__ __forceinline__ void run(const AttentionParams& p) {
     if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns, 40 cycles each
         for (int stage = threadIdx.x / 32; stage < STAGES; stage += THREADS / 32) {
             constexpr int COPIES = COPIERS * (WARP_ARRIVALS + (COPY_SCALES ? 32 : 0));
-            mbarrier_init(shared_address(&sm.full[stage]), EXPAND ? COPIERS * WARP_ARRIVALS : COPIES);
-            if (EXPAND) mbarrier_init(copied_barrier(stage), COPIES);
+            mbarrier_init(shared_address(&sm.full[stage]), COPIES);
             mbarrier_init(shared_address(&sm.empty[stage]), 8 * WARP_ARRIVALS);
         }
         if (threadIdx.x == 0) {

@@ -19,7 +19,7 @@
 // or one of the call (PLAIN). HAS_ROPE: the last 64 values are bfloat16.
 constexpr bool FLOAT_SCALES = Row::FOLDED_SCALES != 0, E8M0_SCALES = SCALE_E8M0 != 0, PLAIN = SCALE_OF_CALL != 0;
 constexpr bool HAS_ROPE = D_ROPE > 0 && !ROPE_CODED;
-// Rows of the cache, or those of an extra cache beside one of V41_FP8, are FP4: the producer warps EXPAND them.
+// Rows of the cache, or those of an extra cache beside one of V41_FP8, are FP4: the consumer warps EXPAND them.
 constexpr bool FP4 = CODE_BITS == 4, FP4_EXTRA = EXTRA_ROWS != 0, EXPAND = FP4 || FP4_EXTRA;
 // Chunks are of 64 columns at most: K is multiplied by their scales, too.
 constexpr bool FINE_SCALES = E8M0_SCALES || FP4;
@@ -108,9 +108,6 @@ struct Attended {
 template <int STAGES>
 struct alignas(16) SmallOf {
     uint64_t full[STAGES], empty[STAGES];
-#if CODE_BITS == 4 || EXTRA_ROWS
-    uint64_t copied[STAGES];
-#endif
     float ref[HEADS];  // what P^T and O^T are relative to
     // Of P of each warpgroup's tile: O^T before it is multiplied by this, if `raised`.
     float factor[2][HEADS];

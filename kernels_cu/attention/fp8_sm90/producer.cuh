@@ -14,15 +14,6 @@
 // The number in a tile of the i-th of COPIERS stages that producer warp `warp` copies rows of.
 __device__ __forceinline__ int stage_of_copier(int i, int warp) { return COPIERS == 1 ? warp : i; }
 
-// Where the copies of a stage count. EXPAND: the producer warps wait there, and arrive at the consumers' barrier.
-__device__ __forceinline__ uint32_t copied_barrier(int place) {
-#if CODE_BITS == 4 || EXTRA_ROWS
-    return shared_address(&small().copied[place]);
-#else
-    return shared_address(&small().full[place]);
-#endif
-}
-
 // Copies scales that stand apart.
 template <int BYTES>
 __device__ __forceinline__ void copy_scales(uint32_t to, const uint8_t* from, bool valid) {
@@ -48,12 +39,12 @@ __device__ __forceinline__ void copy_tile(const AnyRow& row, int run, bool of_ex
         const uint32_t stage = first + stage_of_copier(i, warp);
         const int place = place_of(stage);
         const uint32_t to = stage_address(stage) + warp % COPIERS * WARP_ROWS * STRIDE;
-        const uint32_t copied = copied_barrier(place);
+        const uint32_t full = shared_address(&sm.full[place]);
         mbarrier_wait(shared_address(&sm.empty[place]), phase_of(stage) ^ 1);
         if (stage >= STAGES) fence_proxy_async();  // between what was read there and bulk copies to the same place
         if (lane / WARP_ROWS == i) {
             const uint32_t own = to + row_offset(lane % WARP_ROWS);
-            if (run > 0) copy_in_bulk(own + at, row_or_zeros<ROW_STRIDE>(row.data, lane), run * bytes, copied);
+            if (run > 0) copy_in_bulk(own + at, row_or_zeros<ROW_STRIDE>(row.data, lane), run * bytes, full);
             if (other) {
                 copy_scales<EXTRA_SCALES_BEHIND>(own + SCALES_AT, row.scales(), row.data != nullptr);
             } else {
@@ -64,64 +55,8 @@ __device__ __forceinline__ void copy_tile(const AnyRow& row, int run, bool of_ex
         if (i == 0) next = follows();
         const uint32_t valid_here = valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1;
         if (lane == 0) store_marks(place, warp % COPIERS, valid_here | next | (other ? OF_EXTRA : 0));
-        mbarrier_arrive_expecting_for_warp(copied, WARP_ROWS * bytes, lane);
-        if (COPY_SCALES) mbarrier_arrive_after_copies(copied);
-    }
-}
-
-// --- FP4 rows are expanded -------------------------------------------------------------------------------------
-
-// Expands a warp's rows, which begin at `rows`: e2m1 codes become e4m3 codes, 16 a lane. They are read before those of
-// any lane are written over them.
-__device__ __forceinline__ void expand_rows(uint32_t rows, int lane) {
-    constexpr int AT_ONCE = END == End::KEEP ? 2 : 4;  // rows, as registers allow
-    const uint32_t from = rows + D_NOPE / 2 + 8 * lane, to = rows + 16 * lane;
-#pragma unroll 1
-    for (int row = 0; row < WARP_ROWS * STRIDE; row += AT_ONCE * STRIDE) {
-        Vec8 codes[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) codes[i] = load_shared_8(from + row + i * STRIDE);
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const Vec8 x = e2m1_to_e4m3_8(codes[i].x), y = e2m1_to_e4m3_8(codes[i].y);
-            if (lane < D_NOPE / 16) store_shared_16(to + row + i * STRIDE, {x.x, x.y, y.x, y.y});
-        }
-    }
-}
-
-// Once a warp's rows of the tile that begins with stage `first` have come: expands FP4 rows, and hands all to the
-// consumers.
-__device__ __forceinline__ void expand_tile(uint32_t first, int warp, int lane) {
-    const int copier = warp % COPIERS;
-#pragma unroll 1
-    for (int i = 0; i < COPIERS; ++i) {
-        const uint32_t stage = first + stage_of_copier(i, warp);
-        const int place = place_of(stage);
-        mbarrier_wait(copied_barrier(place), phase_of(stage));
-        if (FP4 || small().marks[place] >> 8 * copier & OF_EXTRA)
-            expand_rows(stage_address(stage) + copier * WARP_ROWS * STRIDE, lane);
-        release_reads();
-        mbarrier_arrive_for_warp(shared_address(&small().full[place]), lane);
-    }
-}
-
-// Expands the copied tiles from stage `expanded` on, all of them up to `stage`. `copies`: the tile that begins there is
-// to be copied, so this ends as soon as it has a place. So no copy waits for an expansion, and tiles are expanded while
-// later ones are on their way. Nothing waits in a circle: a place is free once both consumer warpgroups have multiplied
-// its tile, for which they need the tile behind it, no later one. A split's tiles are all expanded when it ends.
-__device__ __forceinline__ void catch_up(uint32_t& expanded, uint32_t stage, bool copies, int warp, int lane) {
-    constexpr uint32_t NAP = 200;  // nanoseconds between two looks whether there is a place
-    if (!EXPAND) return;
-    const int own = stage_of_copier(0, warp);
-    const uint32_t empty = shared_address(&small().empty[place_of(stage + own)]);
-    auto has_place = [&] { return __all_sync(~0u, mbarrier_done(empty, phase_of(stage + own) ^ 1)); };
-#pragma unroll 1
-    while (expanded != stage && !(copies && has_place())) {
-        const uint32_t next = expanded + own, copied = copied_barrier(place_of(next));
-        if (copies && !__all_sync(~0u, mbarrier_done_within(copied, phase_of(next), NAP))) continue;
-        expand_tile(expanded, warp, lane);
-        expanded += TILE_STAGES;
+        mbarrier_arrive_expecting_for_warp(full, WARP_ROWS * bytes, lane);
+        if (COPY_SCALES) mbarrier_arrive_after_copies(full);
     }
 }
 

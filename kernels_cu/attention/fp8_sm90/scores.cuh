@@ -56,10 +56,37 @@ __device__ __forceinline__ void arrange_rope(const uint32_t (&rope)[2][8], uint3
 }
 
 // A thread's bytes of NoPE column block `block`.
+__device__ __forceinline__ uint32_t place_of_block(uint32_t row, int t, int block) {
+    return row + (!are_alone(block / 2) ? 128 * (block / 2) + 16 * (2 * t + block % 2) : 64 * block + 16 * t);
+}
 __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
-    const uint32_t at =
-        row + (!are_alone(block / 2) ? 128 * (block / 2) + 16 * (2 * t + block % 2) : 64 * block + 16 * t);
+    const uint32_t at = place_of_block(row, t, block);
     return {load_shared_16(at), load_shared_16(at + 8 * STRIDE)};
+}
+
+// FP4 rows: the codes of those bytes, which are loaded with the first of two column blocks for both.
+__device__ __forceinline__ bool brings_codes(int block) { return block % 2 == 0; }
+__device__ __forceinline__ Bytes load_codes(uint32_t row, int t, int block) {
+    row += (FP4 ? COPIED_AT : EXTRA_COPIED_AT) + 32 * block;
+    if (!are_alone(block / 2)) return {load_shared_16(row + 16 * t), load_shared_16(row + 16 * t + 8 * STRIDE)};
+    const Vec8 x = load_shared_8(row + 8 * t), y = load_shared_8(row + 8 * t + 8 * STRIDE);
+    return {{x.x, x.y, 0, 0}, {y.x, y.y, 0, 0}};
+}
+
+// e2m1 codes become e4m3 bytes, in registers and in the ring, where O^T's product reads them. There they are written over
+// codes, but of column blocks that all lanes have loaded: block b ends before those of block b + 1 begin.
+__device__ __forceinline__ Bytes expand_block(uint32_t row, int t, int block, const Bytes& codes) {
+    static_assert(!EXPAND || 64 * (D_NOPE / 128) <= (FP4 ? COPIED_AT : EXTRA_COPIED_AT), "codes are loaded in time");
+    if (brings_codes(block)) __syncwarp();
+    auto expand = [&](const Vec16& v) -> Vec16 {
+        const Vec8 first = e2m1_to_e4m3_8(block % 2 == 0 ? v.x : v.z), second = e2m1_to_e4m3_8(block % 2 == 0 ? v.y : v.w);
+        return {first.x, first.y, second.x, second.y};
+    };
+    const Bytes bytes = {expand(codes.x), expand(codes.y)};
+    const uint32_t at = place_of_block(row, t, block);
+    store_shared_16(at, bytes.x);
+    store_shared_16(at + 8 * STRIDE, bytes.y);
+    return bytes;
 }
 
 // Below, bytes are loaded and widened for the column block after next while wgmma works.
@@ -133,8 +160,17 @@ __device__ __forceinline__ RowScales multiply_qk_fine_scales(uint32_t row, int t
     constexpr int SCALE_BLOCKS = CHUNK_COLUMNS == 16 ? 1 : 2;  // column blocks of which a thread has one scale
     constexpr int BLOCKS = NOPE_BLOCKS + ROPE_CODED;
     const uint64_t q = q_operand();
+    const bool of_fp4 = FP4 || of_extra;
     uint32_t ratio[ceil_div(NOPE_BLOCKS, SCALE_BLOCKS)][2], a[2][4][4];
-    Bytes bytes = load_block(row, t, 0);
+    Bytes bytes;  // FP4: codes
+    auto load = [&](int block) {
+        if (!of_fp4 || block >= NOPE_BLOCKS) {
+            bytes = load_block(row, t, block);
+        } else if (brings_codes(block)) {
+            bytes = load_codes(row, t, block);
+        }
+    };
+    load(0);
     RowScales result;
     float own[2][2];  // V4_FP8: they become `ratio` of the result behind the products, as registers allow
     if constexpr (HAS_ROPE) {
@@ -146,7 +182,7 @@ __device__ __forceinline__ RowScales multiply_qk_fine_scales(uint32_t row, int t
         }
         arrange_rope(rope, a[0]);
         start_qk<Values::F16, Sum::SET>(q, NOPE_BLOCKS, a[0], s);
-    } else if (FP4 || of_extra) {
+    } else if (of_fp4) {
         result = scales_of_fp4(row, t, logit_scale);
     } else {
         result = load_scales_of_32(row, t, logit_scale, ratio);
@@ -159,11 +195,11 @@ __device__ __forceinline__ RowScales multiply_qk_fine_scales(uint32_t row, int t
     for (int block = 0; block < BLOCKS; ++block) {
         uint32_t (&buffer)[4][4] = a[(block + 1) % 2];
         if (block < NOPE_BLOCKS) {
-            widen_bytes(bytes, ratio[block / SCALE_BLOCKS], buffer);
+            widen_bytes(of_fp4 ? expand_block(row, t, block, bytes) : bytes, ratio[block / SCALE_BLOCKS], buffer);
         } else {
             widen_bytes<false>(bytes, ratio[0], buffer);
         }
-        if (block + 1 < BLOCKS) bytes = load_block(row, t, block + 1);
+        if (block + 1 < BLOCKS) load(block + 1);
         if (block == 0 && !HAS_ROPE) {
             start_qk<Values::F16, Sum::SET>(q, block, buffer, s);
         } else {
