@@ -39,6 +39,15 @@ __device__ __forceinline__ uint32_t join_codes(const uint32_t (&two)[4]) {
     return __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
 }
 
+// Eight codes as e5m2 bytes, in their order: the upper bytes of f16; s eem becomes s000eem0, 2^-14 of the number.
+constexpr float E2M1_IN_E5M2 = 0x1p14f;  // what that is to be multiplied by
+__device__ __forceinline__ Vec8 e2m1_to_e5m2_8(uint32_t codes) {
+    // Of even codes 2 (8 s + eem) + 0x70 is 0x80 s + 2 eem, or has bits 4 to 6 besides.
+    const uint32_t even = (codes & 0x0f0f0f0f) * 2 + 0x70707070 & 0x8e8e8e8e;
+    const uint32_t odd = (codes >> 3 & 0x0e0e0e0e) | (codes & 0x80808080);
+    return {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
+}
+
 // Eight codes as e4m3 bytes, in their order: s eem becomes s00eem00, 2^-6 of the number, exact for subnormals too.
 constexpr float E2M1_IN_E4M3 = 0x1p6f;  // what that is to be multiplied by
 __device__ __forceinline__ Vec8 e2m1_to_e4m3_8(uint32_t codes) {

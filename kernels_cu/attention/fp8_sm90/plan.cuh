@@ -26,8 +26,10 @@ constexpr bool FINE_SCALES = E8M0_SCALES || FP4;
 // A row in shared memory has e4m3 codes, RoPE, and its scales. Of an FP4 row that is so once it is expanded: what is
 // copied begins so far behind the row's begin that its codes end where the e4m3 codes will.
 constexpr int COPIED_AT = FP4 ? D_NOPE / 2 : 0, EXTRA_COPIED_AT = D_V / 2;
+constexpr int CODES_AT = FP4 ? COPIED_AT : EXTRA_COPIED_AT;
 constexpr int ROPE_AT = COPIED_AT + ROPE_OFFSET, SCALES_AT = COPIED_AT + (SCALES_APART ? ROW_STRIDE : SCALE_OFFSET);
-constexpr int FP4_SCALES = 32;  // bytes of an FP4 row's scales
+constexpr int FP4_SCALES = 32;             // bytes of an FP4 row's scales
+constexpr int FP4_EXPONENT = FP4 ? 7 : 0;  // K and V are 2^-7 of their numbers: f16 holds what codes are multiplied by
 #if EXTRA_ROWS
 using ExtraRow = Fp4Row<EXTRA_ROW_STRIDE, EXTRA_SCALE_OFFSET, EXTRA_SCALE_STRIDE>;
 constexpr int EXTRA_STRIDE = EXTRA_ROW_STRIDE;

@@ -129,7 +129,9 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, cons
     const uint32_t line = swizzled(shared_address(shared) + Q_AT, part.head, 4 * part.half);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) store_q(line + part.odd * LINES_BYTES, 2 * pair(i), columns[i], factor, true);
-    if (NINTH) store_q(line + 4 * part.last_t, 8, last, factor, PLAIN || ROPE_CODED);
+    // RoPE of FP4 rows is not 2^-7 of its numbers, but what it is multiplied with.
+    const uint32_t factor_of_last = is_there ? power_of_two_bf16x2(shift + 127 - FP4_EXPONENT) : 0;
+    if (NINTH) store_q(line + 4 * part.last_t, 8, last, factor_of_last, PLAIN || ROPE_CODED);
     return logit_scale_of(p, __uint_as_float(uint32_t(127 - shift) << 23));
 }
 

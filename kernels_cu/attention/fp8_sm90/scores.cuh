@@ -8,7 +8,7 @@ struct Bytes {
     Vec16 x, y;
 };
 
-// Widens them to A operands. SCALED: times the f16 pairs `ratio`.
+// Widens them to A operands. SCALED: times the f16 pairs `ratio`; FP4: they are e5m2.
 template <bool SCALED = FINE_SCALES>
 __device__ __forceinline__ void widen_bytes(const Bytes& bytes, const uint32_t (&ratio)[2], uint32_t (&a)[4][4]) {
     const Vec16 &x = bytes.x, &y = bytes.y;
@@ -17,7 +17,12 @@ __device__ __forceinline__ void widen_bytes(const Bytes& bytes, const uint32_t (
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            e4m3x4_to_f16x2(words[row][i], a[i][row], a[i][row + 2]);
+            if (FP4 && SCALED) {
+                a[i][row] = __byte_perm(words[row][i], 0, 0x1404);
+                a[i][row + 2] = __byte_perm(words[row][i], 0, 0x3424);
+            } else {
+                e4m3x4_to_f16x2(words[row][i], a[i][row], a[i][row + 2]);
+            }
             if (SCALED) {
                 a[i][row] = multiply_f16x2(a[i][row], ratio[row]);
                 a[i][row + 2] = multiply_f16x2(a[i][row + 2], ratio[row]);
@@ -55,38 +60,45 @@ __device__ __forceinline__ void arrange_rope(const uint32_t (&rope)[2][8], uint3
     }
 }
 
-// A thread's bytes of NoPE column block `block`.
-__device__ __forceinline__ uint32_t place_of_block(uint32_t row, int t, int block) {
-    return row + (!are_alone(block / 2) ? 128 * (block / 2) + 16 * (2 * t + block % 2) : 64 * block + 16 * t);
+// The number in a row of a thread's chunk of 16 bytes in NoPE column block `block`.
+__device__ __forceinline__ int chunk_of_block(int t, int block) {
+    return !are_alone(block / 2) ? 8 * (block / 2) + 2 * t + block % 2 : 4 * block + t;
 }
 __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
-    const uint32_t at = place_of_block(row, t, block);
+    const uint32_t at = row + 16 * chunk_of_block(t, block);
     return {load_shared_16(at), load_shared_16(at + 8 * STRIDE)};
 }
 
-// FP4 rows: the codes of those bytes, which are loaded with the first of two column blocks for both.
-__device__ __forceinline__ bool brings_codes(int block) { return block % 2 == 0; }
-__device__ __forceinline__ Bytes load_codes(uint32_t row, int t, int block) {
-    row += (FP4 ? COPIED_AT : EXTRA_COPIED_AT) + 32 * block;
-    if (!are_alone(block / 2)) return {load_shared_16(row + 16 * t), load_shared_16(row + 16 * t + 8 * STRIDE)};
-    const Vec8 x = load_shared_8(row + 8 * t), y = load_shared_8(row + 8 * t + 8 * STRIDE);
-    return {{x.x, x.y, 0, 0}, {y.x, y.y, 0, 0}};
+// FP4 rows: the codes of those bytes.
+struct Codes {
+    Vec8 x, y;
+};
+__device__ __forceinline__ Codes load_codes(uint32_t row, int t, int block) {
+    const uint32_t at = row + CODES_AT + 8 * chunk_of_block(t, block);
+    return {load_shared_8(at), load_shared_8(at + 8 * STRIDE)};
 }
 
-// e2m1 codes become e4m3 bytes, in registers and in the ring, where O^T's product reads them. There they are written over
-// codes, but of column blocks that all lanes have loaded: block b ends before those of block b + 1 begin.
-__device__ __forceinline__ Bytes expand_block(uint32_t row, int t, int block, const Bytes& codes) {
-    static_assert(!EXPAND || 64 * (D_NOPE / 128) <= (FP4 ? COPIED_AT : EXTRA_COPIED_AT), "codes are loaded in time");
-    if (brings_codes(block)) __syncwarp();
-    auto expand = [&](const Vec16& v) -> Vec16 {
-        const Vec8 first = e2m1_to_e4m3_8(block % 2 == 0 ? v.x : v.z), second = e2m1_to_e4m3_8(block % 2 == 0 ? v.y : v.w);
+// Eight codes as bytes: e5m2, the upper bytes of f16; beside V41_FP8 e4m3 as there.
+__device__ __forceinline__ Vec8 expand_codes(uint32_t codes) {
+    return FP4 ? e2m1_to_e5m2_8(codes) : e2m1_to_e4m3_8(codes);
+}
+
+__device__ __forceinline__ Bytes expand_block(const Codes& codes) {
+    auto expand = [](const Vec8& v) -> Vec16 {
+        const Vec8 first = expand_codes(v.x), second = expand_codes(v.y);
         return {first.x, first.y, second.x, second.y};
     };
-    const Bytes bytes = {expand(codes.x), expand(codes.y)};
-    const uint32_t at = place_of_block(row, t, block);
+    return {expand(codes.x), expand(codes.y)};
+}
+
+// To the ring, where multiply_pv reads them. There they are written over codes, but none that a lane is still to load: codes
+// of the next column block have been loaded, and each two column blocks end before the codes of those behind begin.
+__device__ __forceinline__ void store_block(uint32_t row, int t, int block, const Bytes& bytes) {
+    static_assert(!EXPAND || 64 * (D_NOPE / 128) <= CODES_AT, "so they do");
+    __syncwarp();
+    const uint32_t at = row + 16 * chunk_of_block(t, block);
     store_shared_16(at, bytes.x);
     store_shared_16(at + 8 * STRIDE, bytes.y);
-    return bytes;
 }
 
 // Below, bytes are loaded and widened for the column block after next while wgmma works.
@@ -160,14 +172,15 @@ __device__ __forceinline__ RowScales multiply_qk_fine_scales(uint32_t row, int t
     constexpr int SCALE_BLOCKS = CHUNK_COLUMNS == 16 ? 1 : 2;  // column blocks of which a thread has one scale
     constexpr int BLOCKS = NOPE_BLOCKS + ROPE_CODED;
     const uint64_t q = q_operand();
-    const bool of_fp4 = FP4 || of_extra;
+    const bool has_codes = FP4 || of_extra;
     uint32_t ratio[ceil_div(NOPE_BLOCKS, SCALE_BLOCKS)][2], a[2][4][4];
-    Bytes bytes;  // FP4: codes
+    Bytes bytes;
+    Codes codes;  // if it has them; RoPE has none
     auto load = [&](int block) {
-        if (!of_fp4 || block >= NOPE_BLOCKS) {
+        if (!has_codes || block >= NOPE_BLOCKS) {
             bytes = load_block(row, t, block);
-        } else if (brings_codes(block)) {
-            bytes = load_codes(row, t, block);
+        } else {
+            codes = load_codes(row, t, block);
         }
     };
     load(0);
@@ -182,7 +195,7 @@ __device__ __forceinline__ RowScales multiply_qk_fine_scales(uint32_t row, int t
         }
         arrange_rope(rope, a[0]);
         start_qk<Values::F16, Sum::SET>(q, NOPE_BLOCKS, a[0], s);
-    } else if (of_fp4) {
+    } else if (has_codes) {
         result = scales_of_fp4(row, t, logit_scale);
     } else {
         result = load_scales_of_32(row, t, logit_scale, ratio);
@@ -195,11 +208,14 @@ __device__ __forceinline__ RowScales multiply_qk_fine_scales(uint32_t row, int t
     for (int block = 0; block < BLOCKS; ++block) {
         uint32_t (&buffer)[4][4] = a[(block + 1) % 2];
         if (block < NOPE_BLOCKS) {
-            widen_bytes(of_fp4 ? expand_block(row, t, block, bytes) : bytes, ratio[block / SCALE_BLOCKS], buffer);
+            if (has_codes) bytes = expand_block(codes);
+            widen_bytes(bytes, ratio[block / SCALE_BLOCKS], buffer);
         } else {
             widen_bytes<false>(bytes, ratio[0], buffer);
         }
+        const Bytes expanded = bytes;
         if (block + 1 < BLOCKS) load(block + 1);
+        if (has_codes && block < NOPE_BLOCKS) store_block(row, t, block, expanded);
         if (block == 0 && !HAS_ROPE) {
             start_qk<Values::F16, Sum::SET>(q, block, buffer, s);
         } else {
