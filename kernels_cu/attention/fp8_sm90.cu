@@ -28,12 +28,13 @@
 //     scale / r is 2^-15 or more; below, values are rounded to multiples of r 2^-24, 2^-31 of the row's largest one or less.
 //     V4_FP8's RoPE becomes f16 divided by r and goes back to where it lay in the ring; as a value column it needs no more.
 //   PLAIN_FP8: r is 1, for the call brings one scale: a factor of logits and of results.
-//   FP4 (V32_NVFP4, V4_NVFP4, V41_FP4): e2m1 under e4m3 scales of 16 columns. The producer warps EXPAND a row in the
-//     ring to e4m3 codes, 2^-6 of e2m1's numbers. K and V are multiplied by 2^6 scale where they are widened, to e2m1 *
-//     scale, which f16 holds: r is 1, and nothing is rounded. V32_NVFP4's RoPE is e4m3 without scale. V4_NVFP4's is as
-//     V4_FP8's: f16, in multiples of 2^-24; r is above 1 only where RoPE is 2^15 or more.
-//   V41_FP8 with an extra cache V41_FP4: a tile has rows of one cache. Its marks say which; its scales are read so, and
-//     all else is the same for both.
+//   FP4 (V32_NVFP4, V4_NVFP4): e2m1 under e4m3 scales of 16 columns. A consumer warp that multiplies K EXPANDS codes to
+//     e5m2 bytes, 2^-14 of their numbers, and stores these in the ring, for V. Both are multiplied by 2^7 scale where they
+//     are widened, to 2^-7 e2m1 * scale, which f16 holds: nothing is rounded. The 2^7 that is missing is part of r of
+//     V4_NVFP4, whose RoPE is as V4_FP8's: f16, in multiples of 2^-17; r is above 2^7 only where RoPE is 2^22 or more.
+//     V32_NVFP4's r is 1, and its RoPE e4m3 without scale: logits, results, and Q's RoPE have the factor.
+//   V41_FP8 with an extra cache V41_FP4: a tile has rows of one cache. Its marks say which. Codes are expanded to e4m3
+//     bytes, 2^-6 of their numbers, and multiplied by 2^6 scale, so r is 1; behind that all is the same for both.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
 //
 // Instructions issued beside wgmma take turns with it: float32 arithmetic takes issue slots from it, the others wait
@@ -52,8 +53,7 @@
 // UE8M0 scales, whose models have shorter lists, and END KEEP: by the producer warps, after a few tiles without rows.
 //
 //   full[stage]          copies done          COPIERS warps: bulk copies, and one arrival for `marks`; where scales stand
-//                                             apart, 32 more after their copies. EXPAND: COPIERS warps, rows expanded
-//   copied[stage]        EXPAND: copies done  as `full` of other rows; the producer warps wait
+//                                             apart, 32 more after their copies
 //   empty[stage]         stage released       the 8 consumer warps
 //   q_full               Q has come           bulk copies, and one arrival for `attended`
 //   q_empty              Q released           the 8 consumer warps, after the last product with it
@@ -72,7 +72,7 @@
 // Parts, under fp8_sm90/:
 //
 //   plan                        constants, shared memory, who a thread is, the turns of a CTA
-//   producer                    bulk copies of rows and Q; FP4 rows expanded
+//   producer                    bulk copies of rows and Q
 //   list_rows, list_lines       rows that index lists name, heads of a query; DENSE: request_rows, request_lines
 //   queries, scales             Q, and the scales of rows, as the products take them
 //   scores, softmax, values     S^T, P^T, O^T

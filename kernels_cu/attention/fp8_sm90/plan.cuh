@@ -23,8 +23,8 @@ constexpr bool HAS_ROPE = D_ROPE > 0 && !ROPE_CODED;
 constexpr bool FP4 = CODE_BITS == 4, FP4_EXTRA = EXTRA_ROWS != 0, EXPAND = FP4 || FP4_EXTRA;
 // Chunks are of 64 columns at most: K is multiplied by their scales, too.
 constexpr bool FINE_SCALES = E8M0_SCALES || FP4;
-// A row in shared memory has e4m3 codes, RoPE, and its scales. Of an FP4 row that is so once it is expanded: what is
-// copied begins so far behind the row's begin that its codes end where the e4m3 codes will.
+// A row in shared memory has a byte for each value, RoPE, and its scales. Of an FP4 row that is so once it is expanded:
+// what is copied begins so far behind the row's begin that its codes end where the bytes will.
 constexpr int COPIED_AT = FP4 ? D_NOPE / 2 : 0, EXTRA_COPIED_AT = D_V / 2;
 constexpr int CODES_AT = FP4 ? COPIED_AT : EXTRA_COPIED_AT;
 constexpr int ROPE_AT = COPIED_AT + ROPE_OFFSET, SCALES_AT = COPIED_AT + (SCALES_APART ? ROW_STRIDE : SCALE_OFFSET);
