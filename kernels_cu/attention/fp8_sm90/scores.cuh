@@ -261,8 +261,7 @@ __device__ __forceinline__ RowScales multiply_qk(const AttentionParams& p, const
         scales = multiply_qk_float_scales(r, row, stage, logit_scale, s);
     } else if constexpr (FINE_SCALES) {
         const bool of_extra = FP4_EXTRA && small().marks[place_of(stage)] & OF_EXTRA;
-        const int t = EXPAND ? opaque(r.t) : r.t;  // addresses of codes and bytes are found anew in each tile
-        scales = multiply_qk_fine_scales(row, t, of_extra, logit_scale, s);
+        scales = multiply_qk_fine_scales(row, r.t, of_extra, logit_scale, s);
     } else {
         multiply_qk_plain(row, r.t, s);
         scales = {{1.0f, 1.0f}, {logit_scale, logit_scale}, {}};

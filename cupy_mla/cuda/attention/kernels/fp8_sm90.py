@@ -19,6 +19,8 @@ from ....layouts import (
     V32_FP8,
     V32_NOPE_FP8,
     V32_NVFP4,
+    V41_FP4,
+    V41_FP4_SPLIT,
     V41_FP8,
     V41_FP8_SPLIT,
     Layout,
@@ -54,7 +56,11 @@ TIMED_AS = {
 MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
 # Addresses, one or two of them a tile, too.
 SPILL_BYTES = {SEGMENTS: 20}
-SPILL_BYTES_OF = {V32_FP8: {**SPILL_BYTES, TEAMS: 4}, V32_NOPE_FP8: {**SPILL_BYTES, TEAMS: 8, CLUSTERS: 4}}
+SPILL_BYTES_OF = {
+    V32_FP8: {**SPILL_BYTES, TEAMS: 4}, V32_NOPE_FP8: {**SPILL_BYTES, TEAMS: 8, CLUSTERS: 4},
+    V4_NVFP4: {**SPILL_BYTES, TEAMS: 12, CLUSTERS: 12},
+    **dict.fromkeys((V41_FP4, V41_FP4_SPLIT), {**SPILL_BYTES, TEAMS: 16, CLUSTERS: 16}),
+}  # fmt: skip
 
 
 def defines(
@@ -82,7 +88,7 @@ def kernel(layout: Layout, heads: int, division: int, extra: Layout | None) -> K
     Args:
         extra: the layout of extra caches, where it is another; else None.
     """
-    spills = SPILL_BYTES_OF.get(layout, SPILL_BYTES)
+    spills = SPILL_BYTES_OF.get(extra or layout, SPILL_BYTES)
     made = defines(layout, heads, division, extra=extra)
     return Kernel(
         "attention/fp8_sm90.cu", structs.ATTENTION, made, archs=("90a",), target="90a",
