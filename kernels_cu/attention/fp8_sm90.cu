@@ -29,12 +29,13 @@
 //     V4_FP8's RoPE becomes f16 divided by r and goes back to where it lay in the ring; as a value column it needs no more.
 //   PLAIN_FP8: r is 1, for the call brings one scale: a factor of logits and of results.
 //   FP4 (V32_NVFP4, V4_NVFP4): e2m1 under e4m3 scales of 16 columns. A consumer warp that multiplies K EXPANDS codes to
-//     e5m2 bytes, 2^-14 of their numbers, and stores these in the ring, for V. Both are multiplied by 2^7 scale where they
-//     are widened, to 2^-7 e2m1 * scale, which f16 holds: nothing is rounded. The 2^7 that is missing is part of r of
-//     V4_NVFP4, whose RoPE is as V4_FP8's: f16, in multiples of 2^-17; r is above 2^7 only where RoPE is 2^22 or more.
-//     V32_NVFP4's r is 1, and its RoPE e4m3 without scale: logits, results, and Q's RoPE have the factor.
-//   V41_FP8 with an extra cache V41_FP4: a tile has rows of one cache. Its marks say which. Codes are expanded to e4m3
-//     bytes, 2^-6 of their numbers, and multiplied by 2^6 scale, so r is 1; behind that all is the same for both.
+//     bytes, and stores these in the ring, for V. Nothing is rounded, for f16 holds e2m1 * scale, or 2^-7 of that.
+//     V32_NVFP4: e5m2 bytes, 2^-14 of their numbers, are multiplied by 2^7 scale where they are widened. Logits and
+//     results have the 2^7 that is missing, and Q's RoPE, for K's is e4m3 without scale. r is 1.
+//     V4_NVFP4: e4m3 bytes, 2^-6 of their numbers, are multiplied by 2^6 scale. RoPE is as V4_FP8's: f16, in multiples of
+//     2^-24; r is above 1 only where RoPE is 2^15 or more.
+//   V41_FP8 with an extra cache V41_FP4: a tile has rows of one cache. Its marks say which; codes are expanded as
+//     V4_NVFP4's, r is 1, and behind that all is the same for both.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
 //
 // Instructions issued beside wgmma take turns with it: float32 arithmetic takes issue slots from it, the others wait

@@ -28,8 +28,10 @@ constexpr bool FINE_SCALES = E8M0_SCALES || FP4;
 constexpr int COPIED_AT = FP4 ? D_NOPE / 2 : 0, EXTRA_COPIED_AT = D_V / 2;
 constexpr int CODES_AT = FP4 ? COPIED_AT : EXTRA_COPIED_AT;
 constexpr int ROPE_AT = COPIED_AT + ROPE_OFFSET, SCALES_AT = COPIED_AT + (SCALES_APART ? ROW_STRIDE : SCALE_OFFSET);
-constexpr int FP4_SCALES = 32;             // bytes of an FP4 row's scales
-constexpr int FP4_EXPONENT = FP4 ? 7 : 0;  // K and V are 2^-7 of their numbers: f16 holds what codes are multiplied by
+constexpr int FP4_SCALES = 32;           // bytes of an FP4 row's scales
+constexpr bool E5M2 = FP4 && !HAS_ROPE;  // they become e5m2 bytes, else e4m3
+constexpr int FP4_EXPONENT =
+    E5M2 ? 7 : 0;  // K and V are 2^-7 of their numbers: f16 holds what codes are multiplied by
 #if EXTRA_ROWS
 using ExtraRow = Fp4Row<EXTRA_ROW_STRIDE, EXTRA_SCALE_OFFSET, EXTRA_SCALE_STRIDE>;
 constexpr int EXTRA_STRIDE = EXTRA_ROW_STRIDE;

@@ -22,7 +22,7 @@ __device__ __forceinline__ float sum_of(int local) {
 
 // What O^T is multiplied with beside its denominator.
 __device__ __forceinline__ float value_scale(const AttentionParams& p) {
-    if (FP4 && !HAS_ROPE) return 1 << FP4_EXPONENT;
+    if (E5M2) return 1 << FP4_EXPONENT;
     return PLAIN ? load_call_scale(p.k_scale) : 1.0f;
 }
 

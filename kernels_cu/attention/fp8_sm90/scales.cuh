@@ -192,8 +192,8 @@ __device__ __forceinline__ void multiply_scales(uint32_t (&own)[RATIO_WORDS], fl
     for (int k = 0; k < RATIO_WORDS; ++k) own[k] = multiply_f16x2(own[k], factors);
 }
 
-// What the scales of expanded codes are multiplied by. Of rows with r it is divided by r as well, which has the 2^7.
-constexpr float OF_CODES = FP4 ? E2M1_IN_E5M2 / (1 << FP4_EXPONENT) : E2M1_IN_E4M3;
+// What the scales of expanded codes are multiplied by.
+constexpr float OF_CODES = E5M2 ? E2M1_IN_E5M2 / (1 << FP4_EXPONENT) : E2M1_IN_E4M3;
 
 // FP4 rows without RoPE in bfloat16: r is 1.
 __device__ __forceinline__ RowScales scales_of_fp4(uint32_t row, int t, float logit_scale) {
@@ -204,7 +204,7 @@ __device__ __forceinline__ RowScales scales_of_fp4(uint32_t row, int t, float lo
     return result;
 }
 
-// V4_NVFP4: RoPE becomes f16 divided by r, in `rope` and in the ring. So that it stays below 2^15, r may be above 2^7.
+// V4_NVFP4: RoPE becomes f16 divided by r, in `rope` and in the ring. So that it stays below 2^15, r may be above 1.
 __device__ __forceinline__ RowScales scales_of_fp4_and_rope(uint32_t row, int t, float logit_scale,
                                                             uint32_t (&rope)[2][8]) {
     RowScales result;
@@ -213,10 +213,9 @@ __device__ __forceinline__ RowScales scales_of_fp4_and_rope(uint32_t row, int t,
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         load_rope(row + i * 8 * STRIDE, t, rope[i]);
-        const int exponent =
-            set_exponent(result, i, max(largest_exponent(rope[i]) - ROPE_HEADROOM, 127 + FP4_EXPONENT), logit_scale);
+        const int exponent = set_exponent(result, i, max(largest_exponent(rope[i]) - ROPE_HEADROOM, 127), logit_scale);
         divide_rope(row + i * 8 * STRIDE, t, exponent, rope[i]);
-        inverse[i] = inverse_power_of_two(exponent - FP4_EXPONENT);
+        inverse[i] = inverse_power_of_two(exponent);
     }
     multiply_scales(result.ratio, OF_CODES * inverse[0], OF_CODES * inverse[1]);
     return result;

@@ -8,7 +8,7 @@ struct Bytes {
     Vec16 x, y;
 };
 
-// Widens them to A operands. SCALED: times the f16 pairs `ratio`; FP4: they are e5m2.
+// Widens them to A operands. SCALED: times the f16 pairs `ratio`; E5M2: they are e5m2.
 template <bool SCALED = FINE_SCALES>
 __device__ __forceinline__ void widen_bytes(const Bytes& bytes, const uint32_t (&ratio)[2], uint32_t (&a)[4][4]) {
     const Vec16 &x = bytes.x, &y = bytes.y;
@@ -17,7 +17,7 @@ __device__ __forceinline__ void widen_bytes(const Bytes& bytes, const uint32_t (
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            if (FP4 && SCALED) {
+            if (E5M2 && SCALED) {
                 a[i][row] = __byte_perm(words[row][i], 0, 0x1404);
                 a[i][row + 2] = __byte_perm(words[row][i], 0, 0x3424);
             } else {
@@ -78,9 +78,9 @@ __device__ __forceinline__ Codes load_codes(uint32_t row, int t, int block) {
     return {load_shared_8(at), load_shared_8(at + 8 * STRIDE)};
 }
 
-// Eight codes as bytes: e5m2, the upper bytes of f16; beside V41_FP8 e4m3 as there.
+// Eight codes as bytes. E5M2: the upper bytes of f16.
 __device__ __forceinline__ Vec8 expand_codes(uint32_t codes) {
-    return FP4 ? e2m1_to_e5m2_8(codes) : e2m1_to_e4m3_8(codes);
+    return E5M2 ? e2m1_to_e5m2_8(codes) : e2m1_to_e4m3_8(codes);
 }
 
 __device__ __forceinline__ Bytes expand_block(const Codes& codes) {

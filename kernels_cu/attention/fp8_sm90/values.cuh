@@ -26,7 +26,7 @@ __device__ __forceinline__ void follow_references(const Role& r, int owner, Outp
 
 // The bytes of two rows (2 t and 2 t + 1 of eight) in columns 2 g and 2 g + 1 become a pair of f16 for each column.
 __device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint32_t& even, uint32_t& odd) {
-    if (FP4) {
+    if (E5M2) {
         even = __byte_perm(bytes, 0, 0x2404), odd = bytes & 0xff00ff00;
     } else {
         e4m3x4_to_f16x2(__byte_perm(bytes, 0, 0x3120), even, odd);
