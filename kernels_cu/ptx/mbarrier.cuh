@@ -109,21 +109,6 @@ __device__ __forceinline__ bool mbarrier_done(uint32_t barrier, uint32_t parity)
     return done != 0;
 }
 
-// The same, but the thread may be suspended for about so many nanoseconds until it has. sm_90.
-__device__ __forceinline__ bool mbarrier_done_within(uint32_t barrier, uint32_t parity, uint32_t nanoseconds) {
-    uint32_t done;
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity), "r"(nanoseconds)
-        : "memory");
-    return done != 0;
-}
-
 // Wait for the end of the phase of the given parity. Before sm_90 there is only a test that does not suspend the thread.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900

@@ -47,7 +47,4 @@ inline void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barr
     emu::copy_in_bulk(to, from, bytes, barrier);
 }
 inline bool mbarrier_done(uint32_t barrier, uint32_t parity) { return emu::mbarrier_done(barrier, parity); }
-inline bool mbarrier_done_within(uint32_t barrier, uint32_t parity, uint32_t) {
-    return mbarrier_done(barrier, parity);
-}
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) { emu::mbarrier_wait(barrier, parity); }
