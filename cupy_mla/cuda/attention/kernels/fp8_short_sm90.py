@@ -1,0 +1,67 @@
+"""`kernels_cu/attention/fp8_short_sm90.cu`: V4_FP8 rows on Hopper, 32 or 64 heads of a query at a time, short lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from ....layouts import V4_FP8
+from ... import structs
+from ...kernel import Kernel
+from ...program import Launch, Program
+from ..call import Call
+from ..divide import Division, Whole
+from ..problem import Problem
+from ..times import Work
+from . import fp8_sm90
+from .work import whole
+
+HEADS = (32, 64)  # heads a CTA is built for
+TILES = 4  # of 64 rows, that a CTA holds; kernels_cu/attention/fp8_short_sm90.cu
+
+
+@cache
+def kernel(heads: int) -> Kernel:
+    """The kernel for so many heads of a CTA."""
+    return Kernel(
+        "attention/fp8_short_sm90.cu", structs.ATTENTION, fp8_sm90.defines(V4_FP8, heads, fp8_sm90.WHOLE),
+        archs=("90a",), target="90a", overlaps=True,
+    )  # fmt: skip
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for heads in HEADS:
+        yield kernel(heads)
+
+
+def serves(problem: Problem) -> bool:
+    """Decode over V4_FP8 rows of both caches, whose bits depend on no batch; not where splits are asked for."""
+    able = problem.on_hopper and problem.layout == V4_FP8 and problem.extra_layout in (None, V4_FP8)
+    return able and not problem.prefill and not problem.fixed and problem.num_splits <= 1
+
+
+def candidates(problem: Problem) -> Iterator[Division]:
+    """Whole items, where the lists are short enough."""
+    if problem.tiles <= TILES:
+        for heads in HEADS if problem.heads > min(HEADS) or problem.asks else HEADS[:1]:
+            yield Whole(heads)
+
+
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return problem.tiles <= TILES and division in map(Whole, HEADS)
+
+
+def work(problem: Problem, division: Any) -> Work:
+    """What takes time in a division, see `work.py`."""
+    heads = division.heads
+    counted = whole(problem, problem.items(heads), problem.tiles / 2, problem.heads > heads)
+    return (problem.layout.name, heads, problem.lists), *counted
+
+
+def launches(problem: Problem, division: Any, call: Call) -> Program:
+    """The launch: CTAs that take items in turn."""
+    params = call.params.replaced(num_splits=1, **call.ended())
+    return [Launch(kernel(division.heads), (division.grid(problem), 1, 1), params)]

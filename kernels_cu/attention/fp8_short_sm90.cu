@@ -1,0 +1,395 @@
+// Sparse attention of V4_FP8 rows on Hopper, 32 or 64 heads of a query at a time, for lists of at most 256 rows: all rows
+// of a query are in shared memory at once. There is no ring, and nobody but the warps that use a row fetches it.
+//
+//   S^T = K . Q^T, O^T = V^T . P^T as in fp8_sm90.cu, whose headers make S^T. Four warpgroups, each
+//
+//     ask     lengths, list entries and Q at once; then each warp copies the 16 rows whose S^T it makes
+//     Q       to f16, in the order of S^T
+//     S^T     64 rows: a tile of the warpgroup's own
+//       ----  all meet: the largest logit of each head, over all rows; nobody reads Q any more
+//     P^T     to where Q was
+//       ----  all meet
+//     O^T     128 of the 512 value columns, over all tiles
+//       ----  all meet: nobody reads rows or P any more. Rows and Q of the CTA's next item are asked for
+//     results
+//
+// A reference that all rows have is found before the first P^T: so there is none that rises, nothing is multiplied again,
+// and P^T is at most 2^HEADROOM. Scales and their rounding are as in fp8_sm90.cu.
+//
+// Where tiles are: main lists from tile 0 on, extra lists from the tile behind the longest main list on. So an entry's
+// place does not depend on lengths, which are loaded with it. Tiles without a valid entry are not multiplied.
+//
+// Shared memory, HEADS 64: Q, then four P of heads x 64 f16, 65,536; 256 rows x 592, 151,552; the rest 9,344.
+// Registers: 128, four warps of a scheduler.
+// What was tried, what bounds it: docs/kernels/fp8_short_sm90.md.
+#include "attention/division/results.cuh"
+#include "attention/fp8_sm90/softmax.cuh"
+
+constexpr int TILES = 4, WARPS = 4 * TILES, CTA_THREADS = 32 * WARPS;
+constexpr int ROWS_AT = Q_BLOCKS * LINES_BYTES;
+static_assert(HAS_ROPE && E8M0_SCALES && Q_BLOCKS == 8 && TILES * LINES_BYTES <= ROWS_AT, "V4_FP8; P where Q was");
+
+struct alignas(16) Rest {
+    uint64_t full[WARPS];                           // a warp's rows have come
+    uint32_t valid[WARPS];                          // a bit for each row of a warp
+    float q_max[WARPS], across[WARPS][HEADS];       // of each warp
+    float ref[HEADS], scale[HEADS];                 // what P^T is relative to; of O^T
+    uint16_t ratio[TILES][CHUNKS + 1][TILE_ROWS];   // f16, scale / r; a chunk more is loaded, and not used
+};
+constexpr int REST_AT = ROWS_AT + TILES * TILE_ROWS * STRIDE, CTA_BYTES = REST_AT + int(sizeof(Rest));
+static_assert(CTA_BYTES <= SM90_SHARED_BYTES, "");
+__device__ __forceinline__ Rest& rest() { return *reinterpret_cast<Rest*>(shared + REST_AT); }
+__device__ __forceinline__ void meet() { named_barrier_sync(CONSUMER_SYNC, CTA_THREADS); }
+
+struct Item {
+    Query query;
+    int first_head;
+};
+__device__ __forceinline__ Item item_of(const AttentionParams& p, int n) {
+    const int head_tiles = num_head_tiles(p);
+    return {query_by_branch(p, n / head_tiles), n % head_tiles * HEADS};
+}
+
+// --- what an item needs ---------------------------------------------------------------------------------------
+
+// The cache of a tile, and the tile's place in its list. The first tile is there in any case.
+struct Place {
+    const Source& source;
+    int first;
+    bool exists;
+};
+__device__ __forceinline__ Place place_of_tile(const AttentionParams& p, int tile) {
+    const int of_extra = tile - ceil_div(p.main.topk, TILE_ROWS);
+    const Source& source = of_extra < 0 ? p.main : p.extra;
+    const int first = (of_extra < 0 ? tile : of_extra) * TILE_ROWS;
+    return {source, first, tile == 0 || first < source.topk};
+}
+
+// The entry of this lane's row, -1 where there is none: lane l < 16 has row l of its warp's.
+__device__ __forceinline__ int32_t load_entry(const AttentionParams& p, const Query& query, const Role& r) {
+    const Place place = place_of_tile(p, r.warpgroup);
+    const int at = place.first + STAGE_ROWS * r.warp + r.lane;
+    if (r.lane >= STAGE_ROWS || at >= place.source.topk) return -1;
+    const int32_t entry = list_of(place.source, query)[at];
+    return at < list_length(place.source, query.b) ? entry : -1;
+}
+
+__device__ __forceinline__ uint32_t rows_of_warp(const Role& r) {
+    return shared_address(shared) + ROWS_AT + STAGE_ROWS * (4 * r.warpgroup + r.warp) * STRIDE;
+}
+
+// Starts the copies of a warp's rows; of zeros, where entries name none.
+__device__ __forceinline__ void copy_rows(const AttentionParams& p, int32_t entry, const Role& r) {
+    const Place place = place_of_tile(p, r.warpgroup);
+    const int warp = 4 * r.warpgroup + r.warp;
+    const uint32_t full = shared_address(&rest().full[warp]), to = rows_of_warp(r) + r.lane * STRIDE;
+    const Row row = uint32_t(entry) < nameable_slots(place.source) ? Row::of_slot(place.source, entry) : Row::none();
+    const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
+    if (r.lane == 0) rest().valid[warp] = valid;
+    if (!place.exists) return;
+    mbarrier_arrive_expecting_for_warp(full, STAGE_ROWS * ROW_STRIDE, r.lane);
+    __syncwarp();
+    if (r.lane < STAGE_ROWS) {
+        copy_in_bulk(to, row_or_zeros<ROW_STRIDE>(row.data, r.lane), ROW_STRIDE, full);
+        copy_scales<SCALES_BEHIND>(to + SCALES_AT, row.scales(), row.data != nullptr);
+    }
+    mbarrier_arrive_after_copies(full);
+}
+
+// This thread's part of Q: of HEADS / 32 heads eight columns for each t, as store_q takes them (queries.cuh). Eight lanes
+// store to all banks; four load 64 bytes of a head.
+struct QColumns {
+    static constexpr int COUNT = HEADS / 32;
+    Vec16 of[COUNT][4];
+
+    static __device__ __forceinline__ int head(const Role& r, int i) {
+        return 8 * (r.warpgroup + 4 * i) + r.lane / 2 % 4 + r.lane / 16 * 4;
+    }
+    static __device__ __forceinline__ int half(const Role& r) { return r.lane % 2; }
+    static __device__ __forceinline__ int block(const Role& r) { return 2 * r.warp + r.lane / 8 % 2; }
+
+    __device__ __forceinline__ void load(const AttentionParams& p, const Item& item, const Role& r) {
+        const bool alone = are_alone(r.warp);
+        const int column = 128 * r.warp + (alone ? 64 : 16) * (r.lane / 8 % 2) + 8 * half(r);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int head = item.first_head + QColumns::head(r, i);
+            const bf16* from = q_of(p, item.query, head) + column;
+#pragma unroll
+            for (int t = 0; t < 4; ++t) {
+                of[i][t] = {0, 0, 0, 0};
+                if (head < p.h_q) of[i][t] = *reinterpret_cast<const Vec16*>(from + (alone ? 16 : 32) * t);
+            }
+        }
+    }
+    // To shared memory as f16. Returns what a logit is to be multiplied with. All threads meet twice.
+    __device__ __forceinline__ float store(const AttentionParams& p, const Role& r) const {
+        uint32_t top = 0;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) top = largest_bits(top, of[i]);
+        top = __reduce_max_sync(~0u, larger_half(top & 0x7fff7fff));  // positive numbers are ordered as their bits are
+        if (r.lane == 0) rest().q_max[4 * r.warpgroup + r.warp] = __uint_as_float(top << 16);
+        meet();
+        float max = rest().q_max[r.lane % WARPS];
+        max = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(max)));
+        const int exponent = int(__float_as_uint(max) >> 23) - 127;
+        const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // an infinity stays one
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            store_q(swizzled(shared_address(shared) + Q_AT, head(r, i), 4 * half(r)), block(r), of[i],
+                    power_of_two_bf16x2(shift + 127), true);
+        fence_proxy_async();
+        meet();
+        return logit_scale_of(p, __uint_as_float(uint32_t(127 - shift) << 23));
+    }
+};
+
+// Which tiles are multiplied, a bit each: those with a valid entry, or the first one. All lanes of a warp call.
+__device__ __forceinline__ uint32_t tiles_with_rows() {
+    const uint32_t warps = __ballot_sync(~0u, rest().valid[threadIdx.x % WARPS] != 0);
+    uint32_t tiles = 0;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) tiles |= uint32_t((warps >> 4 * i & 15) != 0) << i;
+    return max(tiles, 1u);
+}
+
+// --- S^T and P^T ----------------------------------------------------------------------------------------------
+
+// Writes what `values` of a thread's heads become over its warp's rows, to `across`.
+template <typename Combine, typename OverRows>
+__device__ __forceinline__ void write_across(const Role& r, float (&values)[OWN_HEADS], Combine combine,
+                                             OverRows over_rows) {
+    combine_lanes(r, values, combine);
+#pragma unroll
+    for (int c = 0; c < SUMS; ++c) {
+        const float value = SUMS == OWN_HEADS ? over_rows(values[c]) : values[c];
+        if (SUMS < OWN_HEADS || r.g == 0) rest().across[4 * r.warpgroup + r.warp][sum_head(r, c)] = value;
+    }
+}
+// The same where a warp has no rows.
+__device__ __forceinline__ void fill_across(const Role& r, float value) {
+#pragma unroll
+    for (int head = 0; head < HEADS; head += 32) rest().across[4 * r.warpgroup + r.warp][head + r.lane] = value;
+}
+
+// All have written the largest logits + log2 r of their heads: references are found of them, while all meet twice.
+__device__ __forceinline__ void find_references() {
+    meet();
+    if (threadIdx.x < HEADS) {
+        float top = REF_NONE;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) top = fmaxf(top, rest().across[i][threadIdx.x]);
+        rest().ref[threadIdx.x] = fmaxf(top - HEADROOM, REF_NONE);
+    }
+    meet();
+}
+
+// As store_ratios of softmax.cuh.
+__device__ __forceinline__ void store_ratios_of_tile(const Role& r, const RowScales& scales) {
+    const int place = 16 * r.warp + r.g / 2 * 4 + r.g % 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int k = 0; k < RATIO_WORDS; ++k) {
+            if (k < CHUNKS / 4 || r.t < CHUNKS % 4)
+                rest().ratio[r.warpgroup][chunk_of_word(r.t, k)][place + 2 * i] = uint16_t(scales.ratio[k] >> 16 * i);
+        }
+    }
+}
+
+// P^T = r 2^(logit - ref) of the tile to shared memory, and the sums of P^T / r to `across`.
+__device__ __forceinline__ void store_p_of_tile(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
+    const int line = r.lane % 8 + r.lane / 16 * 8, chunk = 2 * r.warp + r.lane / 8 % 2;
+    const uint32_t to = swizzled(shared_address(shared) + r.warpgroup * LINES_BYTES, line, chunk);
+    float sums[OWN_HEADS];
+    uint32_t rounded[2][2];
+#pragma unroll
+    for (int j = 0; j < HEADS / 8; ++j) {
+        const float2 ref = *reinterpret_cast<const float2*>(&rest().ref[r.head(2 * j)]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float x = exp2_approx(fmaf(s[4 * j + 2 * i], scales.logit[i], -ref.x));
+            const float y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], scales.logit[i], -ref.y));
+            sums[2 * j] = i == 0 ? x : sums[2 * j] + x;
+            sums[2 * j + 1] = i == 0 ? y : sums[2 * j + 1] + y;
+            rounded[j % 2][i] = pack_f16x2(x * scales.r[i], y * scales.r[i]);
+        }
+        if (j % 2 == 1)
+            stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
+    }
+    write_across(r, sums, [](float x, float y) { return x + y; }, [](float x) { return rows_sum(x); });
+}
+
+// S^T of the warpgroup's tile, and P^T of it. All threads meet three times.
+__device__ __forceinline__ void attend_tile(const AttentionParams& p, const Role& r, float logit_scale) {
+    float s[HEADS / 2];
+    const RowScales scales = multiply_qk_fine_scales(rows_of_warp(r) + r.g * STRIDE, r.t, false, logit_scale, s);
+    const uint32_t valid = rest().valid[4 * r.warpgroup + r.warp];
+    if (!all_seen(valid)) mask_rows(p, r, 0, valid, logit_scale < 0.0f ? INF : -INF, s);
+    store_ratios_of_tile(r, scales);
+    const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact
+    float tops[OWN_HEADS];
+#pragma unroll
+    for (int c = 0; c < OWN_HEADS; ++c)
+        tops[c] =
+            fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0], s[element(1, c)] * scales.logit[1] + log2_r[1]);
+    write_across(r, tops, [](float x, float y) { return fmaxf(x, y); }, [](float x) { return rows_max(x); });
+    find_references();
+    store_p_of_tile(r, scales, s);
+    fence_proxy_async();
+    meet();
+}
+
+// --- O^T and results ------------------------------------------------------------------------------------------
+
+// Column blocks 2 w and 2 w + 1 of O^T, of warpgroup w: rows g and g + 8 of a warp's 16 are its columns 2 g and 2 g + 1.
+struct Values2 {
+    float o[2][HEADS / 2];
+};
+
+// 16 rows and a warp's 16 columns of both blocks as they come from shared memory, and the rows' ratios.
+struct RowColumns {
+    uint32_t bytes[4], rope[4];
+    Vec8 ratio[2];
+};
+__device__ __forceinline__ RowColumns load_row_columns(const Role& r, uint32_t rows, uint32_t ratios) {
+    RowColumns c;
+    ldmatrix_x4_trans(c.bytes, rows + r.lane % 16 * STRIDE + 128 * r.warpgroup + r.lane / 16 * 64 + 16 * r.warp);
+    ldmatrix_x4_trans(c.rope, rows + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_AT + 32 * r.warp +
+                                  r.lane / 8 % 2 * 16);
+#pragma unroll
+    for (int v = 0; v < 2; ++v) c.ratio[v] = load_shared_8(ratios + 2 * TILE_ROWS * v);
+    return c;
+}
+__device__ __forceinline__ void widen(uint32_t bytes, uint32_t ratio, uint32_t& even, uint32_t& odd) {
+    e4m3x4_to_f16x2(__byte_perm(bytes, 0, 0x3120), even, odd);
+    even = multiply_f16x2(even, ratio);
+    odd = multiply_f16x2(odd, ratio);
+}
+__device__ __forceinline__ void widen_row_columns(const Role& r, const RowColumns& c, uint32_t (&a)[2][4]) {
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+        widen(c.bytes[2 * v], c.ratio[v].x, a[v][0], a[v][1]);
+        widen(c.bytes[2 * v + 1], c.ratio[v].y, a[v][2], a[v][3]);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) a[1][n] = opaque(r.warpgroup == TILES - 1 ? c.rope[n] : a[1][n]);  // as in values.cuh
+}
+
+// O^T = V^T . P^T over the tiles.
+__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t tiles, Values2& out) {
+    const uint64_t first_p = wgmma_operand(opaque(shared_address(shared)), 1024, 16);
+#pragma unroll
+    for (int i = 0; i < HEADS / 2; ++i) out.o[0][i] = out.o[1][i] = 0.0f;
+#pragma unroll 1
+    do {
+        const int tile = __ffs(tiles) - 1;
+        tiles &= tiles - 1;
+        const uint64_t prob = wgmma_further(first_p, tile * LINES_BYTES);
+        const uint32_t rows = shared_address(shared) + ROWS_AT + tile * TILE_ROWS * STRIDE;
+        const uint32_t ratios = shared_address(&rest().ratio[tile][2 * r.warpgroup][4 * r.t]);
+        uint32_t a[2][2][4];
+        RowColumns columns = load_row_columns(r, rows, ratios);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if (k > 1) wgmma_wait<1>();
+            widen_row_columns(r, columns, a[k % 2]);
+            if (k < 3) columns = load_row_columns(r, rows + 16 * (k + 1) * STRIDE, ratios + 2 * 16 * (k + 1));
+            wgmma_fence();
+#pragma unroll
+            for (int v = 0; v < 2; ++v)
+                wgmma<Values::F16, Sum::ADD, Major::K>(out.o[v], a[k % 2][v], wgmma_further(prob, 32 * k));
+            wgmma_commit();
+        }
+        wgmma_wait<0>();
+    } while (tiles != 0);
+}
+
+// Denominators to statistics, and to what O^T is multiplied with.
+__device__ __forceinline__ void finish_heads(const AttentionParams& p, const Item& item) {
+    const int head = item.first_head + int(threadIdx.x);
+    if (threadIdx.x >= HEADS || head >= p.h_q) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) sum += rest().across[i][threadIdx.x];
+    const HeadResult result = {0.0f, log2_sum_exp(rest().ref[threadIdx.x], sum)};
+    write_statistics(p, item.query, head, result);
+    rest().scale[threadIdx.x] = sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
+}
+
+__device__ __forceinline__ void store_out(const AttentionParams& p, const Item& item, const Role& r,
+                                          const Values2& out) {
+#pragma unroll
+    for (int c = 0; c < OWN_HEADS; ++c) {
+        const int head = item.first_head + r.head(c);
+        if (head >= p.h_q) continue;
+        const float f = rest().scale[r.head(c)];
+#pragma unroll
+        for (int v = 0; v < 2; ++v)
+            write_output(p, item.query, head, 128 * r.warpgroup + 64 * v + 16 * r.warp + 2 * r.g,
+                         f * out.o[v][element(0, c)], f * out.o[v][element(1, c)]);
+    }
+}
+
+// --- the kernel -----------------------------------------------------------------------------------------------
+
+// grid: CTAs, which take items in turn.
+extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
+    fp8_short_sm90(const __grid_constant__ AttentionParams p) {
+    const uint32_t thread = threadIdx.x;
+    const Role r = Role::of(thread, uniform(thread / WARPGROUP), uniform(thread / 32 % 4));
+    const uint32_t full = shared_address(&rest().full[4 * r.warpgroup + r.warp]);
+    if (r.lane == 0) {
+        mbarrier_init(full, WARP_ARRIVALS + 32);
+        mbarrier_init_fence();
+    }
+    __syncwarp();  // no other warp uses it
+    wait_for_earlier_kernels();
+    let_next_kernel_start();
+    const int items = p.num_queries * num_head_tiles(p);
+    const bool has_tile = place_of_tile(p, r.warpgroup).exists;
+    Item item = item_of(p, blockIdx.x);
+    QColumns q;
+    {
+        const int32_t entry = load_entry(p, item.query, r);
+        q.load(p, item, r);
+        copy_rows(p, entry, r);
+    }
+#pragma unroll 1
+    for (int turn = 0, n = blockIdx.x;; ++turn) {
+        const float logit_scale = q.store(p, r);
+        const uint32_t tiles = tiles_with_rows();
+        if (has_tile) mbarrier_wait(full, turn & 1);
+        if (tiles >> r.warpgroup & 1) {
+            attend_tile(p, r, logit_scale);
+        } else {
+            fill_across(r, REF_NONE);
+            find_references();
+            fill_across(r, 0.0f);
+            meet();
+        }
+        finish_heads(p, item);
+        n += gridDim.x;
+        const bool ends = n >= items;
+        const Item done = item;
+        int32_t entry = -1;
+        if (!ends) {
+            item = item_of(p, n);
+            entry = load_entry(p, item.query, r);
+        }
+        Values2 out;
+        multiply_pv(r, tiles, out);
+        meet();
+        if (!ends) {
+            fence_proxy_async();  // between reads of rows and bulk copies to the same place
+            copy_rows(p, entry, r);
+            q.load(p, item, r);
+        }
+        store_out(p, done, r, out);
+        if (ends) break;
+    }
+}
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = CTA_THREADS;
+extern "C" __device__ int kernel_shared_bytes = CTA_BYTES;
