@@ -10,8 +10,8 @@
 //     P^T     to where Q was
 //       ----  all meet
 //     O^T     128 of the 512 value columns, over all tiles
-//       ----  all meet: nobody reads rows or P any more. Rows and Q of the CTA's next item are asked for
-//     results
+//       ----  all meet
+//     results, through the place of Q and P
 //
 // A reference that all rows have is found before the first P^T: so there is none that rises, nothing is multiplied again,
 // and P^T is at most 2^HEADROOM. Scales and their rounding are as in fp8_sm90.cu.
@@ -240,6 +240,14 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& p, const Role
     meet();
 }
 
+// The same in a warpgroup whose tile is not multiplied.
+__device__ __forceinline__ void pass_tile(const Role& r) {
+    fill_across(r, REF_NONE);
+    find_references();
+    fill_across(r, 0.0f);
+    meet();
+}
+
 // --- O^T and results ------------------------------------------------------------------------------------------
 
 // Column blocks 2 w and 2 w + 1 of O^T, of warpgroup w: rows g and g + 8 of a warp's 16 are its columns 2 g and 2 g + 1.
@@ -317,17 +325,41 @@ __device__ __forceinline__ void finish_heads(const AttentionParams& p, const Ite
     rest().scale[threadIdx.x] = sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
 }
 
-__device__ __forceinline__ void store_out(const AttentionParams& p, const Item& item, const Role& r,
-                                          const Values2& out) {
+// Results go through the place of Q and P, as bf16 [head][column], of which whole lines are written. Stretches of 32 bytes
+// change places from one pair of heads to the next, so that a warp's stores meet all banks.
+constexpr int RESULT_BYTES = 2 * D_V;  // of a head
+static_assert(HEADS * RESULT_BYTES <= ROWS_AT, "");
+
+// O^T times `scale`.
+__device__ __forceinline__ void stage_results(const Role& r, const Values2& out) {
+    const uint32_t to = shared_address(shared) + 2 * r.t * RESULT_BYTES + 256 * r.warpgroup +
+                        (32 * r.warp + 4 * r.g ^ r.t << 5);
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
-        const int head = item.first_head + r.head(c);
-        if (head >= p.h_q) continue;
         const float f = rest().scale[r.head(c)];
 #pragma unroll
         for (int v = 0; v < 2; ++v)
-            write_output(p, item.query, head, 128 * r.warpgroup + 64 * v + 16 * r.warp + 2 * r.g,
-                         f * out.o[v][element(0, c)], f * out.o[v][element(1, c)]);
+            store_shared_4(to + (c / 2 * 8 + c % 2) * RESULT_BYTES + 128 * v,
+                           pack_bf16x2(f * out.o[v][element(0, c)], f * out.o[v][element(1, c)]));
+    }
+}
+
+// Once all have met. Two warps write a head.
+__device__ __forceinline__ void write_results(const AttentionParams& p, const Item& item, const Role& r) {
+    constexpr int AT_ONCE = WARPS / 2;  // heads
+    const int first = (4 * r.warpgroup + r.warp) / 2, chunk = r.warp % 2 * 32 + r.lane;
+    const uint32_t from = shared_address(shared) + first * RESULT_BYTES + (16 * chunk ^ first / 2 % 4 << 5);
+    bf16* line = out_of(p, item.query, item.first_head + first, CHUNK * chunk);
+    const int heads = min(HEADS, p.h_q - item.first_head) - first;
+    if (p.flags & WIDE_OUT) {
+#pragma unroll
+        for (int i = 0; i < HEADS; i += AT_ONCE) {
+            if (i < heads) store_16(line + i * p.out_h, load_shared_16(from + i * RESULT_BYTES));
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < heads; i += AT_ONCE)
+            store_chunk(line + i * p.out_h, load_shared_16(from + i * RESULT_BYTES), false);
     }
 }
 
@@ -336,57 +368,48 @@ __device__ __forceinline__ void store_out(const AttentionParams& p, const Item& 
 // grid: CTAs, which take items in turn.
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
     fp8_short_sm90(const __grid_constant__ AttentionParams p) {
-    const uint32_t thread = threadIdx.x;
-    const Role r = Role::of(thread, uniform(thread / WARPGROUP), uniform(thread / 32 % 4));
-    const uint32_t full = shared_address(&rest().full[4 * r.warpgroup + r.warp]);
-    if (r.lane == 0) {
+    const Role who = Role::of(threadIdx.x, uniform(threadIdx.x / WARPGROUP), uniform(threadIdx.x / 32 % 4));
+    // Nothing that is derived from the lane stays in registers.
+    const auto role = [&] { return rare_role(who); };
+    const uint32_t full = shared_address(&rest().full[4 * who.warpgroup + who.warp]);
+    if (who.lane == 0) {
         mbarrier_init(full, WARP_ARRIVALS + 32);
         mbarrier_init_fence();
     }
     __syncwarp();  // no other warp uses it
     wait_for_earlier_kernels();
     let_next_kernel_start();
-    const int items = p.num_queries * num_head_tiles(p);
-    const bool has_tile = place_of_tile(p, r.warpgroup).exists;
-    Item item = item_of(p, blockIdx.x);
-    QColumns q;
-    {
-        const int32_t entry = load_entry(p, item.query, r);
-        q.load(p, item, r);
-        copy_rows(p, entry, r);
-    }
+    const bool has_tile = place_of_tile(p, who.warpgroup).exists;
+    const auto entry_of = [&](int n) {
+        return n < p.num_queries * num_head_tiles(p) ? load_entry(p, item_of(p, n).query, role()) : -1;
+    };
+    int32_t entry = entry_of(blockIdx.x);
 #pragma unroll 1
-    for (int turn = 0, n = blockIdx.x;; ++turn) {
-        const float logit_scale = q.store(p, r);
+    for (int turn = 0, n = blockIdx.x; n < p.num_queries * num_head_tiles(p); ++turn, n += gridDim.x) {
+        const Item item = item_of(p, n);
+        float logit_scale;
+        {
+            QColumns q;
+            q.load(p, item, role());
+            fence_proxy_async();  // between reads of the item before and bulk copies to the same place
+            copy_rows(p, entry, role());
+            logit_scale = q.store(p, role());
+        }
         const uint32_t tiles = tiles_with_rows();
         if (has_tile) mbarrier_wait(full, turn & 1);
-        if (tiles >> r.warpgroup & 1) {
-            attend_tile(p, r, logit_scale);
+        if (tiles >> who.warpgroup & 1) {
+            attend_tile(p, role(), logit_scale);
         } else {
-            fill_across(r, REF_NONE);
-            find_references();
-            fill_across(r, 0.0f);
-            meet();
+            pass_tile(role());
         }
         finish_heads(p, item);
-        n += gridDim.x;
-        const bool ends = n >= items;
-        const Item done = item;
-        int32_t entry = -1;
-        if (!ends) {
-            item = item_of(p, n);
-            entry = load_entry(p, item.query, r);
-        }
+        entry = entry_of(n + gridDim.x);
         Values2 out;
-        multiply_pv(r, tiles, out);
+        multiply_pv(role(), tiles, out);
         meet();
-        if (!ends) {
-            fence_proxy_async();  // between reads of rows and bulk copies to the same place
-            copy_rows(p, entry, r);
-            q.load(p, item, r);
-        }
-        store_out(p, done, r, out);
-        if (ends) break;
+        stage_results(role(), out);
+        meet();
+        write_results(p, item, role());
     }
 }
 
