@@ -45,10 +45,6 @@ struct Item {
     Query query;
     int first_head;
 };
-__device__ __forceinline__ Item item_of(const AttentionParams& p, int n) {
-    const int head_tiles = num_head_tiles(p);
-    return {query_by_branch(p, n / head_tiles), n % head_tiles * HEADS};
-}
 
 // --- what an item needs ---------------------------------------------------------------------------------------
 
@@ -65,13 +61,21 @@ __device__ __forceinline__ Place place_of_tile(const AttentionParams& p, int til
     return {source, first, tile == 0 || first < source.topk};
 }
 
-// The entry of this lane's row, -1 where there is none: lane l < 16 has row l of its warp's.
-__device__ __forceinline__ int32_t load_entry(const AttentionParams& p, const Query& query, const Role& r) {
+// The entry of this lane's row, and the length of its list, neither looked at yet: nothing waits for them before Q is asked
+// for. Lane l < 16 has row l of its warp's.
+struct Entry {
+    int32_t slot, length, at;
+    __device__ __forceinline__ bool is_listed() const { return at < length; }
+};
+__device__ __forceinline__ Entry load_entry(const AttentionParams& p, const Query& query, const Role& r) {
     const Place place = place_of_tile(p, r.warpgroup);
-    const int at = place.first + STAGE_ROWS * r.warp + r.lane;
-    if (r.lane >= STAGE_ROWS || at >= place.source.topk) return -1;
-    const int32_t entry = list_of(place.source, query)[at];
-    return at < list_length(place.source, query.b) ? entry : -1;
+    const Source& source = place.source;
+    Entry entry = {-1, source.topk, place.first + STAGE_ROWS * r.warp + r.lane};
+    if (r.lane < STAGE_ROWS && entry.at < source.topk) {
+        entry.slot = list_of(source, query)[entry.at];
+        if (source.lengths != nullptr) entry.length = source.lengths[query.b];
+    }
+    return entry;
 }
 
 __device__ __forceinline__ uint32_t rows_of_warp(const Role& r) {
@@ -79,11 +83,12 @@ __device__ __forceinline__ uint32_t rows_of_warp(const Role& r) {
 }
 
 // Starts the copies of a warp's rows; of zeros, where entries name none.
-__device__ __forceinline__ void copy_rows(const AttentionParams& p, int32_t entry, const Role& r) {
+__device__ __forceinline__ void copy_rows(const AttentionParams& p, const Entry& entry, const Role& r) {
     const Place place = place_of_tile(p, r.warpgroup);
     const int warp = 4 * r.warpgroup + r.warp;
     const uint32_t full = shared_address(&rest().full[warp]), to = rows_of_warp(r) + r.lane * STRIDE;
-    const Row row = uint32_t(entry) < nameable_slots(place.source) ? Row::of_slot(place.source, entry) : Row::none();
+    const bool named = entry.is_listed() && uint32_t(entry.slot) < nameable_slots(place.source);
+    const Row row = named ? Row::of_slot(place.source, entry.slot) : Row::none();
     const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
     if (r.lane == 0) rest().valid[warp] = valid;
     if (!place.exists) return;
@@ -365,7 +370,7 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const It
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// grid: CTAs, which take items in turn.
+// grid: tiles of heads x CTAs, which take queries in turn.
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
     fp8_short_sm90(const __grid_constant__ AttentionParams p) {
     const Role who = Role::of(threadIdx.x, uniform(threadIdx.x / WARPGROUP), uniform(threadIdx.x / 32 % 4));
@@ -377,21 +382,17 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
         mbarrier_init_fence();
     }
     __syncwarp();  // no other warp uses it
+    const bool has_tile = place_of_tile(p, who.warpgroup).exists;
+    Item item = {query_by_branch(p, blockIdx.y), int(blockIdx.x) * HEADS};
     wait_for_earlier_kernels();
     let_next_kernel_start();
-    const bool has_tile = place_of_tile(p, who.warpgroup).exists;
-    const auto entry_of = [&](int n) {
-        return n < p.num_queries * num_head_tiles(p) ? load_entry(p, item_of(p, n).query, role()) : -1;
-    };
-    int32_t entry = entry_of(blockIdx.x);
+    Entry entry = load_entry(p, item.query, role());
 #pragma unroll 1
-    for (int turn = 0, n = blockIdx.x; n < p.num_queries * num_head_tiles(p); ++turn, n += gridDim.x) {
-        const Item item = item_of(p, n);
+    for (int turn = 0;; ++turn) {
         float logit_scale;
         {
             QColumns q;
             q.load(p, item, role());
-            fence_proxy_async();  // between reads of the item before and bulk copies to the same place
             copy_rows(p, entry, role());
             logit_scale = q.store(p, role());
         }
@@ -403,13 +404,20 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
             pass_tile(role());
         }
         finish_heads(p, item);
-        entry = entry_of(n + gridDim.x);
+        const int next = blockIdx.y + (turn + 1) * gridDim.y;
+        const Item done = item;
+        if (next < p.num_queries) {
+            item.query = query_by_branch(p, next);
+            entry = load_entry(p, item.query, role());
+        }
         Values2 out;
         multiply_pv(role(), tiles, out);
         meet();
+        fence_proxy_async();  // between reads of rows and the next bulk copies to the same place
         stage_results(role(), out);
         meet();
-        write_results(p, item, role());
+        write_results(p, done, role());
+        if (next >= p.num_queries) break;
     }
 }
 

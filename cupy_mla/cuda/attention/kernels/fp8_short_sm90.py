@@ -9,6 +9,7 @@ from typing import Any
 from ....layouts import V4_FP8
 from ... import structs
 from ...kernel import Kernel
+from ...paging import ceil_div
 from ...program import Launch, Program
 from ..call import Call
 from ..divide import Division, Whole
@@ -62,6 +63,8 @@ def work(problem: Problem, division: Any) -> Work:
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
-    """The launch: CTAs that take items in turn."""
+    """The launch: for each tile of heads so many CTAs, which take queries in turn."""
+    tiles = ceil_div(problem.heads, division.heads)
+    ctas = min(problem.queries, max(problem.gpu.sms // tiles, 1))
     params = call.params.replaced(num_splits=1, **call.ended())
-    return [Launch(kernel(division.heads), (division.grid(problem), 1, 1), params)]
+    return [Launch(kernel(division.heads), (tiles, ctas, 1), params)]
