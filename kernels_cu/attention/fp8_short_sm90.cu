@@ -33,7 +33,7 @@ struct alignas(16) Rest {
     uint64_t full[WARPS];                           // a warp's rows have come
     uint32_t valid[WARPS];                          // a bit for each row of a warp
     float q_max[WARPS], across[WARPS][HEADS];       // of each warp
-    float ref[HEADS], scale[HEADS];                 // what P^T is relative to; of O^T
+    float ref[HEADS], scale[HEADS], sink[HEADS];    // what P^T is relative to; of O^T; in base 2
     uint16_t ratio[TILES][CHUNKS + 1][TILE_ROWS];   // f16, scale / r; a chunk more is loaded, and not used
 };
 constexpr int REST_AT = ROWS_AT + TILES * TILE_ROWS * STRIDE, CTA_BYTES = REST_AT + int(sizeof(Rest));
@@ -266,10 +266,11 @@ struct RowColumns {
     Vec8 ratio[2];
 };
 __device__ __forceinline__ RowColumns load_row_columns(const Role& r, uint32_t rows, uint32_t ratios) {
-    RowColumns c;
+    RowColumns c = {};
     ldmatrix_x4_trans(c.bytes, rows + r.lane % 16 * STRIDE + 128 * r.warpgroup + r.lane / 16 * 64 + 16 * r.warp);
-    ldmatrix_x4_trans(c.rope, rows + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_AT + 32 * r.warp +
-                                  r.lane / 8 % 2 * 16);
+    if (r.warpgroup == TILES - 1)
+        ldmatrix_x4_trans(c.rope, rows + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_AT + 32 * r.warp +
+                                      r.lane / 8 % 2 * 16);
 #pragma unroll
     for (int v = 0; v < 2; ++v) c.ratio[v] = load_shared_8(ratios + 2 * TILE_ROWS * v);
     return c;
@@ -318,16 +319,22 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t tiles, Value
     } while (tiles != 0);
 }
 
+// The sinks of a CTA's heads to shared memory, -inf where there is none.
+__device__ __forceinline__ void load_sinks(const AttentionParams& p, int first_head) {
+    const int head = first_head + int(threadIdx.x);
+    if (threadIdx.x < HEADS) rest().sink[threadIdx.x] = p.sink == nullptr || head >= p.h_q ? -INF : p.sink[head] * LOG2E;
+}
+
 // Denominators to statistics, and to what O^T is multiplied with.
 __device__ __forceinline__ void finish_heads(const AttentionParams& p, const Item& item) {
-    const int head = item.first_head + int(threadIdx.x);
-    if (threadIdx.x >= HEADS || head >= p.h_q) return;
+    const int local = threadIdx.x, head = item.first_head + local;
+    if (local >= HEADS || head >= p.h_q) return;
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < WARPS; ++i) sum += rest().across[i][threadIdx.x];
-    const HeadResult result = {0.0f, log2_sum_exp(rest().ref[threadIdx.x], sum)};
+    for (int i = 0; i < WARPS; ++i) sum += rest().across[i][local];
+    const HeadResult result = {0.0f, log2_sum_exp(rest().ref[local], sum)};
     write_statistics(p, item.query, head, result);
-    rest().scale[threadIdx.x] = sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
+    rest().scale[local] = sum == 0.0f ? 0.0f : 1.0f / (sum * (1.0f + exp2_approx(rest().sink[local] - result.lse)));
 }
 
 // Results go through the place of Q and P, as bf16 [head][column], of which whole lines are written. Stretches of 32 bytes
@@ -393,7 +400,10 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
         {
             QColumns q;
             q.load(p, item, role());
-            copy_rows(p, entry, role());
+            if (turn == 0) {
+                copy_rows(p, entry, role());
+                load_sinks(p, item.first_head);
+            }
             logit_scale = q.store(p, role());
         }
         const uint32_t tiles = tiles_with_rows();
@@ -413,7 +423,10 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
         Values2 out;
         multiply_pv(role(), tiles, out);
         meet();
-        fence_proxy_async();  // between reads of rows and the next bulk copies to the same place
+        if (next < p.num_queries) {
+            fence_proxy_async();  // between reads of rows and bulk copies to the same place
+            copy_rows(p, entry, role());
+        }
         stage_results(role(), out);
         meet();
         write_results(p, done, role());
