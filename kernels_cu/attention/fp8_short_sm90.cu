@@ -30,11 +30,11 @@ constexpr int ROWS_AT = Q_BLOCKS * LINES_BYTES;
 static_assert(HAS_ROPE && E8M0_SCALES && Q_BLOCKS == 8 && TILES * LINES_BYTES <= ROWS_AT, "V4_FP8; P where Q was");
 
 struct alignas(16) Rest {
-    uint64_t full[WARPS];                           // a warp's rows have come
-    uint32_t valid[WARPS];                          // a bit for each row of a warp
-    float q_max[WARPS], across[WARPS][HEADS];       // of each warp
-    float ref[HEADS], scale[HEADS], sink[HEADS];    // what P^T is relative to; of O^T; in base 2
-    uint16_t ratio[TILES][CHUNKS + 1][TILE_ROWS];   // f16, scale / r; a chunk more is loaded, and not used
+    uint64_t full[WARPS];                          // a warp's rows have come
+    uint32_t valid[WARPS];                         // a bit for each row of a warp
+    float q_max[WARPS], across[WARPS][HEADS];      // of each warp
+    float ref[HEADS], scale[HEADS], sink[HEADS];   // what P^T is relative to; of O^T; in base 2
+    uint16_t ratio[TILES][CHUNKS + 1][TILE_ROWS];  // f16, scale / r; a chunk more is loaded, and not used
 };
 constexpr int REST_AT = ROWS_AT + TILES * TILE_ROWS * STRIDE, CTA_BYTES = REST_AT + int(sizeof(Rest));
 static_assert(CTA_BYTES <= SM90_SHARED_BYTES, "");
@@ -269,8 +269,8 @@ __device__ __forceinline__ RowColumns load_row_columns(const Role& r, uint32_t r
     RowColumns c = {};
     ldmatrix_x4_trans(c.bytes, rows + r.lane % 16 * STRIDE + 128 * r.warpgroup + r.lane / 16 * 64 + 16 * r.warp);
     if (r.warpgroup == TILES - 1)
-        ldmatrix_x4_trans(c.rope, rows + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_AT + 32 * r.warp +
-                                      r.lane / 8 % 2 * 16);
+        ldmatrix_x4_trans(
+            c.rope, rows + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_AT + 32 * r.warp + r.lane / 8 % 2 * 16);
 #pragma unroll
     for (int v = 0; v < 2; ++v) c.ratio[v] = load_shared_8(ratios + 2 * TILE_ROWS * v);
     return c;
@@ -322,7 +322,8 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t tiles, Value
 // The sinks of a CTA's heads to shared memory, -inf where there is none.
 __device__ __forceinline__ void load_sinks(const AttentionParams& p, int first_head) {
     const int head = first_head + int(threadIdx.x);
-    if (threadIdx.x < HEADS) rest().sink[threadIdx.x] = p.sink == nullptr || head >= p.h_q ? -INF : p.sink[head] * LOG2E;
+    if (threadIdx.x < HEADS)
+        rest().sink[threadIdx.x] = p.sink == nullptr || head >= p.h_q ? -INF : p.sink[head] * LOG2E;
 }
 
 // Denominators to statistics, and to what O^T is multiplied with.
@@ -344,8 +345,8 @@ static_assert(HEADS * RESULT_BYTES <= ROWS_AT, "");
 
 // O^T times `scale`.
 __device__ __forceinline__ void stage_results(const Role& r, const Values2& out) {
-    const uint32_t to = shared_address(shared) + 2 * r.t * RESULT_BYTES + 256 * r.warpgroup +
-                        (32 * r.warp + 4 * r.g ^ r.t << 5);
+    const uint32_t to =
+        shared_address(shared) + 2 * r.t * RESULT_BYTES + 256 * r.warpgroup + (32 * r.warp + 4 * r.g ^ r.t << 5);
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
         const float f = rest().scale[r.head(c)];
