@@ -52,11 +52,13 @@ def candidates(problem: Problem) -> Iterator[Division]:
     for heads in HEADS if problem.heads > min(HEADS) or problem.asks else HEADS[:1]:
         if problem.tiles <= TILES:
             yield Whole(heads)
+        if problem.division:
+            yield Clusters(heads, 2, 2)
         if problem.num_splits == 1:
             continue
         at_once, items = problem.gpu.clusters_at_once(fp8_sm90.cluster_kernel()), problem.items(heads)
         for n in range(max(2, ceil_div(problem.tiles, TILES)), min(problem.tiles, LARGEST_CLUSTER) + 1):
-            if at_once[n - 1] >= items or problem.division:
+            if at_once[n - 1] >= items:
                 yield Clusters(heads, n, n)
 
 
