@@ -55,6 +55,7 @@ from cupy_mla.cuda.attention.kernels import (
     bf16_cluster_sm90,
     bf16_grouped_sm90,
     few_heads_sm90,
+    fp8_short_sm90,
     fp8_sm90,
     portable,
 )
@@ -165,6 +166,8 @@ def ways(rng: random.Random, p: Problem) -> Iterator[Way]:
                 yield from (("fp8_sm90", Teams(heads, n)) for n in some(rng, found, 3))
             found = [n for n in split_numbers(tiles, MAX_CLUSTER) if fits(heads, n, at_once)]
             yield from (("fp8_sm90", Clusters(heads, n, n)) for n in some(rng, found))
+    if fp8_short_sm90.serves(p):
+        yield from (("fp8_short_sm90", division) for division in some(rng, [*fp8_short_sm90.candidates(p)]))
     if not p.layout.scales_apart and (h <= 16 or items(32) <= sms):
         most = few_heads_sm90.block_heads(h)
         at_once = gpu.clusters_at_once(few_heads_sm90.cluster_kernel(most))
