@@ -942,10 +942,38 @@ def test_settings_of_one_gpu_and_of_several(module):
     assert {setting.sharing for setting in two} == {1, 2}
     assert {setting.speculation for setting in one} > {0}
     assert any(setting.traffic and setting.layers > 1 and setting.topk == 2048 for setting in one)
-    (shared,) = (setting for setting in two if setting.sharing == 2)
+    shared, bf16 = (setting for setting in two if setting.sharing == 2)
+    assert (shared.cache, bf16.cache) == ("fp8", "auto")
     assert program.layers_of(shared, 2) == program.layers_of(shared, 1), "each has the heads of both"
-    assert program.layers_of(shared._replace(sharing=1), 2).num_heads == 32
-    assert program.chosen_settings(["share rows"], 2) == [shared]
+    assert program.layers_of(shared._replace(sharing=1), 2)[0].num_heads == 32
+    assert program.chosen_settings(["share rows"], 2) == [shared, bf16]
+    assert [program.sharing_of(shared, variant, 2) for variant in ("ours", "stock")] == [2, 2]
+    assert [program.sharing_of(bf16, variant, 2) for variant in ("ours", "stock")] == [2, 1]
+    assert program.sharing_of(bf16, "ours", 1) == 1
+
+
+def test_settings_of_other_models(module, tmp_path):
+    """Each is told by its name; DeepSeek-V4 has all kinds of layers, DeepSeek-V3 has no indexer."""
+    pytest.importorskip("torch", reason="torch is not installed, which the plug-in imports")
+    program = module("vllm_engine")
+    of_v4 = program.chosen_settings(["DeepSeek-V4"], 1)
+    assert {setting.mode for setting in of_v4} == {"graphs", "eager"}
+    assert all(setting.compared and setting.stands_in and not setting.has_exact for setting in of_v4)
+    assert all(setting.place == "override" for setting in of_v4)
+    configs = program.layers_of(of_v4[0], 1)
+    assert [config.compress_ratio for config in configs] == [1, 4, 128]
+    assert {(config.num_heads, config.cache_layout) for config in configs} == {(64, "v4_fp8")}
+    written = program.v4_config(of_v4[0])
+    assert len(set(written["layer_types"])) == len(written["mlp_layer_types"]) == written["num_hidden_layers"] == 3
+    program.write_model(None, tmp_path / "v4", of_v4[0])
+    assert json.loads((tmp_path / "v4" / "config.json").read_text()) == written
+    dense = program.chosen_settings(["DeepSeek-V3 "], 1)
+    assert {setting.cache for setting in dense} == {"auto", "fp8"}
+    layouts = [program.layers_of(setting, 1)[0].cache_layout for setting in dense]
+    assert layouts == ["bf16" if setting.cache == "auto" else "plain_fp8" for setting in dense]
+    assert not any(setting in program.chosen_settings([""], 2) for setting in (*of_v4, *dense))
+    names = [str(setting) for setting in program.SETTINGS]
+    assert len(set(names)) == len(names)
 
 
 def test_kernels_that_layers_may_need(module):
@@ -954,7 +982,8 @@ def test_kernels_that_layers_may_need(module):
     from cupy_mla.cuda import all_kernels
 
     program = module("vllm_engine")
-    fp8, bf16 = (program.layers_of(program.Setting(cache, 64, 1, 512, "graphs"), 1) for cache in ("fp8_ds_mla", "auto"))
+    settings = (program.Setting(cache, 64, 1, 512, "graphs") for cache in ("fp8_ds_mla", "auto"))
+    (fp8,), (bf16,) = (program.layers_of(setting, 1) for setting in settings)
     kernels = [kernel for kernel in all_kernels() if kernel.suits(90)]
 
     def of(*layers):
