@@ -57,7 +57,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from importlib.metadata import version
@@ -177,9 +177,10 @@ SETTINGS = (
 )
 
 
-def chosen_settings(parts: list[str], gpus: int) -> list[Setting]:
-    """Settings of so many GPUs whose name contains one of these."""
+def chosen_settings(parts: list[str], gpus: int, without: Sequence[str] = ()) -> list[Setting]:
+    """Settings of so many GPUs whose name contains one of these parts, and none of the others."""
     fit = [s for s in SETTINGS if (s.two_gpus and gpus % s.sharing == 0 if gpus > 1 else s.sharing == 1)]
+    fit = [s for s in fit if not any(part in str(s) for part in without)]
     return [s for s in fit if any(part in str(s) for part in parts)]
 
 
@@ -938,11 +939,12 @@ def restore_caches(pack: Path) -> None:
     os.environ |= {name: str(folder / value) for name, value in names.items()}
 
 
-def keep(out: Path, here: Path) -> None:
-    """The caches, and one archive of the engines' logs, which are here."""
+def keep(out: Path, here: Path, caches: bool) -> None:
+    """The caches, if wanted, and one archive of the engines' logs, which are here."""
     folder = Path(os.environ["ENGINE_CACHES"])
-    shutil.rmtree(folder / "vllm" / "torch_compile_cache", ignore_errors=True)  # of models in this run's own folder
-    shutil.make_archive(str(out / "caches"), "xztar", folder)
+    if caches:
+        shutil.rmtree(folder / "vllm" / "torch_compile_cache", ignore_errors=True)  # of models in this run's own folder
+        shutil.make_archive(str(out / "caches"), "xztar", folder)
     logs = here / "logs"
     logs.mkdir()
     for log in (*here.glob("*.log"), *here.glob("kernels.txt")):
@@ -1046,6 +1048,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that an engine is divided over")
     parser.add_argument("--limit", type=float, default=130, help="seconds after which nothing more is begun")
     parser.add_argument("--only", nargs="+", default=[""], help="settings whose name contains one of these")
+    parser.add_argument("--without", nargs="+", default=[], help="settings whose name contains none of these")
     parser.add_argument("--kernels-only", action="store_true", help="compile our kernels, and measure nothing")
     parser.add_argument("--kernels-there", action="store_true", help="compile none: an earlier run did")
     options = parser.parse_args()
@@ -1060,7 +1063,7 @@ def main() -> None:
     import tiny_v32  # type: ignore[import-not-found]
 
     several = options.tensor_parallel > 1
-    settings = chosen_settings(options.only, options.tensor_parallel)
+    settings = chosen_settings(options.only, options.tensor_parallel, options.without)
     layers = {of for s in settings for gpus in {1, options.tensor_parallel} for of in layers_of(s, gpus)}
     if not options.kernels_there:
         maker = multiprocessing.get_context("spawn").Process(target=make_kernels, args=(sorted(layers, key=repr),))
@@ -1098,7 +1101,7 @@ def main() -> None:
         stop(list(engines.values()))
     write(out, version("vllm"), options.tensor_parallel, [row for of in rows.values() for row in of])
     if "OUT" in os.environ:
-        keep(out, folder)
+        keep(out, folder, caches=not options.kernels_there)
     print(f"done after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
 
 

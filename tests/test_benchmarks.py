@@ -947,6 +947,7 @@ def test_settings_of_one_gpu_and_of_several(module):
     assert program.layers_of(shared, 2) == program.layers_of(shared, 1), "each has the heads of both"
     assert program.layers_of(shared._replace(sharing=1), 2)[0].num_heads == 32
     assert program.chosen_settings(["share rows"], 2) == [shared, bf16]
+    assert program.chosen_settings(["share rows", "graphs"], 2, ["share", "auto"]) == two[:1]
     assert [program.sharing_of(shared, variant, 2) for variant in ("ours", "stock")] == [2, 2]
     assert [program.sharing_of(bf16, variant, 2) for variant in ("ours", "stock")] == [2, 1]
     assert program.sharing_of(bf16, "ours", 1) == 1
