@@ -927,10 +927,13 @@ def prepare(pack: Path, folder: Path) -> None:
 
 
 def restore_caches(pack: Path) -> None:
-    """What compilers and vLLM made elsewhere, if the pack has it (a minute less to start); where they are kept."""
+    """What compilers and vLLM made elsewhere, if the pack has it (a minute less to start); where they are kept.
+
+    Caches that are there already stay: other programs may be reading them.
+    """
     folder = Path(os.environ["ENGINE_CACHES"])
     folder.mkdir(parents=True, exist_ok=True)
-    if (pack / "caches.tar.xz").exists():
+    if (pack / "caches.tar.xz").exists() and not any(folder.iterdir()):
         shutil.unpack_archive(pack / "caches.tar.xz", folder)
     names = {
         "CUPY_CACHE_DIR": "cupy", "TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm",
