@@ -64,7 +64,7 @@ from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,6 +87,7 @@ ALIKE = "bf16_sm90"
 TRAFFIC_REQUESTS, TRAFFIC_NEW_TOKENS, TRAFFIC_A_STEP, TRAFFIC_ROUNDS = 120, 24, 2, 3
 TRAFFIC_LENGTHS, TRAFFIC_SHARED = (20, 1500), 1024  # tokens of a prompt, and of the beginning of some
 MEASURING = 40  # seconds of the limit that starting leaves
+PATIENCE, GRACE = 120, 20  # seconds that an answer is waited for, and at the limit's end
 VARIANTS = ("stock", "ours", "float32")
 MOST_REQUESTS, MOST_TOKENS = 64, 4096  # of an engine; the latter of a batch and of a sequence
 V4_WINDOW, V4_BLOCK = 128, 256  # tokens
@@ -566,13 +567,21 @@ QUESTIONS = {
 # --- the measuring process ------------------------------------------------------------------------------------
 
 
+def answer_of(pipe: Connection, seconds: float) -> Any:
+    """What comes out of a pipe within so many seconds; None: nothing did."""
+    return pipe.recv() if pipe.poll(max(seconds, 0)) else None
+
+
 class Engine:
     """An engine in its process.
 
     Attributes:
+        until: when no answer is waited for any more, of all engines; `time.monotonic`'s.
         seconds: that starting it took; None: not yet.
         group: of its processes.
     """
+
+    until: ClassVar[float] = math.inf
 
     def __init__(self, folder: Path, setting: Setting, variant: str, tensor_parallel: int) -> None:
         self.name = f"{setting}, {variant}"
@@ -602,7 +611,12 @@ class Engine:
         self.pipe.send(question)
 
     def answer(self) -> Any:
-        answer = self.pipe.recv()
+        """What it says to the last question.
+
+        Raises:
+            RuntimeError: it failed, or says nothing for PATIENCE seconds or until `until`.
+        """
+        answer = answer_of(self.pipe, min(PATIENCE, self.until - time.monotonic()))
         if answer is None:
             raise RuntimeError(self.last_lines())
         return answer
@@ -1056,6 +1070,7 @@ def main() -> None:
     parser.add_argument("--kernels-there", action="store_true", help="compile none: an earlier run did")
     options = parser.parse_args()
     deadline = time.monotonic() + options.limit
+    Engine.until = deadline + GRACE
     folder = Path(tempfile.mkdtemp(prefix="vllm_engine"))
     os.environ.setdefault("ENGINE_CACHES", str(folder / "caches"))
     out = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))

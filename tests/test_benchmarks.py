@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -1116,6 +1117,18 @@ def test_an_engine_that_fails_costs_no_other_settings_rows(module, monkeypatch):
     program.measure_all(engines, time.monotonic() + 100, 1, Path("kernels.txt"), rows)
     assert rows == {failing: [], other: [{"setting": str(other)}]}
     assert asked == [other, "kernels"]
+
+
+def test_an_engine_that_hangs_is_not_waited_for(module):
+    """An answer is there at once, or nothing comes within the time."""
+    answer_of = module("vllm_engine").answer_of
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send("its answer")
+    assert answer_of(ours, 5) == "its answer"
+    began = time.monotonic()
+    assert answer_of(ours, 0.05) is None
+    assert answer_of(ours, -1) is None
+    assert time.monotonic() - began < 5
 
 
 def test_time_that_overlaps_counts_once(module):
