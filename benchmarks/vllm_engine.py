@@ -58,7 +58,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from configparser import ConfigParser
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
@@ -209,30 +209,19 @@ def layers_of(setting: Setting, gpus: int) -> list[Any]:
     return [warm.layers_of(engine, heads, setting.topk, "v32_fp8" if fp8 else "bf16", rope=True)]
 
 
-def may_need(kernel: Any, layers: list[Any]) -> bool:
-    """Whether the warm-up of layers may load a kernel: it reads rows of theirs, if it reads rows of a cache at all."""
-    from cupy_mla.layouts import INDEXER_LAYOUTS
-
-    of = [*INDEXER_LAYOUTS, *(config.layout for config in layers)]
-    return "TOKEN_BYTES" not in kernel.defines or any(each.defines().items() <= kernel.defines.items() for each in of)
-
-
 def make_kernels(layers: list[Any]) -> None:
-    """Compile what such layers need into CuPy's disk cache. Their own warm-up then finds nearly all of it."""
-    from cupy_mla.cuda import all_kernels, driver
-    from cupy_mla.warmup import warmup
+    """Compile what such layers need into CuPy's disk cache, by all cores. Their own warm-up then finds it."""
+    from cupy_mla.selfcheck.warmup import kernels_of
 
-    began, capability = time.perf_counter(), driver.gpu(0).capability
-    kernels = [kernel for kernel in all_kernels() if kernel.suits(capability) and may_need(kernel, layers)]
-    if capability >= 90:
-        kernels = [kernel for kernel in kernels if "portable" not in kernel.file]
-    kernels.sort(key=lambda kernel: "attention/" not in kernel.file)  # what takes longest first
+    began = time.perf_counter()
+    loads: dict[Any, Future[Any]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda kernel: kernel.load(0), kernels))
-    print(f"{len(kernels)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    for config in layers:
-        warmup(config)
-    print(f"{len(layers)} kinds of layers ready in {time.perf_counter() - began:.0f} s", flush=True)
+        for kernel in itertools.chain.from_iterable(kernels_of(config, 0) for config in layers):
+            if kernel not in loads:
+                loads[kernel] = pool.submit(kernel.load, 0)
+    for load in loads.values():
+        load.result()
+    print(f"{len(loads)} kernels of {len(layers)} kinds of layers in {time.perf_counter() - began:.0f} s", flush=True)
 
 
 # --- an engine's process --------------------------------------------------------------------------------------

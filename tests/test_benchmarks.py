@@ -978,30 +978,22 @@ def test_settings_of_other_models(module, tmp_path):
     assert len(set(names)) == len(names)
 
 
-def test_kernels_that_layers_may_need(module):
-    """Those of other caches are not compiled."""
-    pytest.importorskip("torch", reason="torch is not installed, which the plug-in imports")
-    from cupy_mla.cuda import all_kernels
+def test_kernels_of_all_layers_are_compiled_once(module, monkeypatch, capsys):
+    from cupy_mla.selfcheck import warmup
 
-    program = module("vllm_engine")
-    settings = (program.Setting(cache, 64, 1, 512, "graphs") for cache in ("fp8_ds_mla", "auto"))
-    (fp8,), (bf16,) = (program.layers_of(setting, 1) for setting in settings)
-    kernels = [kernel for kernel in all_kernels() if kernel.suits(90)]
+    class Kernel:
+        def __init__(self):
+            self.loads = []
 
-    def of(*layers):
-        return {repr(kernel) for kernel in kernels if program.may_need(kernel, list(layers))}
+        def load(self, device):
+            self.loads.append(device)
 
-    both = of(fp8, bf16)
-    assert of(fp8) < both < {repr(kernel) for kernel in kernels}
-    assert of(fp8) | of(bf16) == both
-    assert sum(name.startswith("attention/fp8_sm90") for name in of(fp8)) > 0
-    assert not any(name.startswith("attention/fp8_sm90") for name in of(bf16))
-    assert {name.split(".")[0] for name in both} >= {
-        "indexer/logits_sm90",
-        "indexer/topk",
-        "cache/pack",
-        "indices/convert",
-    }
+    both, first, second = Kernel(), Kernel(), Kernel()
+    of = {"a": [both, first, both], "b": [second, both]}
+    monkeypatch.setattr(warmup, "kernels_of", lambda config, device: iter(of[config]))
+    module("vllm_engine").make_kernels(["a", "b"])
+    assert both.loads == first.loads == second.loads == [0]
+    assert "3 kernels of 2 kinds of layers" in capsys.readouterr().out
 
 
 def test_traffic_is_of_three_rounds(module):
