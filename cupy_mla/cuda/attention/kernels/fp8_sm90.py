@@ -231,7 +231,7 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
 # Of a share with 64 heads, in hundredths of the time of a pair of tiles, from clocks within the kernel: Q and first
 # rows of each item, results, and the partial results that it leaves and merges.
 SHARE_ITEM, SHARE_RESULTS, SHARE_LEFT, SHARE_MERGED = 96, 63, 56, 81
-PAIR_COST = 8  # kernels_cu/attention/division/shares.cuh
+PAIR_COST = 8  # kernels_cu/attention/division/find_share.cuh
 # Item costs below this are tried. Where a share is less than an item, none above ITEM_COST: CTAs wait for each other's
 # partial results, which the times above leave out. SHARE_GAIN: the percent that another one than ITEM_COST must gain.
 SHARE_COSTS, SHARE_GAIN = 21, 1
@@ -251,7 +251,7 @@ def item_cost(items: int, pairs: int, ctas: int) -> int:
     alike = gcd(items, ctas)  # so many times the same shares come again
     item, rest = np.divmod(np.arange(0, items // alike * ctas + 1, items), ctas)
     rest = rest * (costs + PAIR_COST * pairs)[:, None] // ctas - costs[:, None]
-    pair = (np.maximum(rest, 0) + PAIR_COST // 2) // PAIR_COST  # before which a share begins, as in shares.cuh
+    pair = (np.maximum(rest, 0) + PAIR_COST // 2) // PAIR_COST  # before which a share begins, as there
     whole, begin, end = _times_within(pairs)
     slowest = ((item[1:] - item[:-1]) * whole + end[pair[:, 1:]] - begin[pair[:, :-1]]).max(axis=1)
     nearest = (slowest * SHARE_COSTS + abs(costs - ITEM_COST)).argmin()
