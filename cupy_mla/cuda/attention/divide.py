@@ -104,7 +104,8 @@ class Shares(NamedTuple):
         splits: each item is divided into so many equal shares; 0: shares end anywhere.
         ctas: shares at most; 0: one for each SM. There are fewer where splits would be shorter than `least_split`.
         least_split: pairs of tiles that a split has at least; 0: as the kernel has it.
-        item_cost: what an item costs beside its pairs, in eighths of a pair; -1: that of the fastest slowest share.
+        item_cost: what an item costs beside its pairs, in eighths of a pair; -1: what makes the
+            slowest share fastest.
         cut_cost: what a share of unequal lists costs more because items are cut. Where cutting saves less, items stay
             whole.
     """
@@ -126,13 +127,13 @@ class Shares(NamedTuple):
     def filled(
         self, problem: Problem, most: int, least_split: int, item_cost: int = ITEM_COST, parts: int = 0
     ) -> Shares:
-        """The same without a field to be filled in.
+        """The same with every field filled in.
 
         Args:
             most: CTAs at most.
             least_split: the kernel's, in pairs of tiles.
             item_cost: the kernel's.
-            parts: of an item, of which a share has `least_split` at least; 0: its pairs of tiles.
+            parts: what an item has of what `least_split` counts; 0: its pairs of tiles.
         """
         items, least = problem.items(self.heads), self.least_split or least_split
         ctas = max(1, min(self.ctas or most, items * (parts or problem.pairs) // least))
@@ -239,7 +240,7 @@ def split_numbers(parts: int, most: int) -> tuple[int, ...]:
 
 @cache
 def largest_cluster(splits: int) -> int:
-    """CTAs of the largest clusters of which so many splits are a whole number."""
+    """The CTAs of the largest cluster whose size divides so many splits."""
     return next(n for n in range(min(splits, MAX_CLUSTER), 0, -1) if splits % n == 0)
 
 
