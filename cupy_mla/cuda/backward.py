@@ -20,7 +20,7 @@ from .attention.kernels.portable import LARGE, SMALL
 from .driver import Gpu
 from .kernel import PORTABLE, Kernel
 from .paging import ceil_div, pointer
-from .program import Launch, Program, Slot
+from .program import Buffer, Launch, Program
 from .row_sums import Lists, RowSums, from_token, lists_kernel, rows_kernel
 from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
 
@@ -122,7 +122,7 @@ def sparse_prefill_backward(gpu: Gpu, a: PrefillBackward) -> Program:
     s_q, h_q, _ = a.q.shape
     kernel, heads = chosen(gpu, a)
     blocks = ceil_div(h_q, heads)
-    terms = None if a.sink is None else Slot("sink terms", shape=(s_q, h_q), dtype=FLOAT32)
+    terms = None if a.sink is None else Buffer("sink terms", shape=(s_q, h_q), dtype=FLOAT32)
     lists = Lists(s_q, a.kv.shape[0], RANGE_ROWS, indices=a.indices, length=a.length)
     left = a.max_workspace_bytes - (0 if terms is None else terms.nbytes)
     sums = RowSums(lists, a.dkv, a.accumulate, blocks, left)

@@ -10,7 +10,7 @@ from .. import dtypes
 from .kernel import Kernel
 from .logits import CANDIDATE_BLOCK
 from .paging import ceil_div
-from .program import Slot
+from .program import Buffer
 from .structs import INT32, INT64, POINTER, Struct
 
 BLOCK_SCORES = Struct(
@@ -41,14 +41,14 @@ def ctas_of_row(blocks: int) -> int:
 class BlockScores(NamedTuple):
     """Scratch memory: scores of rows' blocks, and how many blocks rows have."""
 
-    scores: Slot
-    counts: Slot
+    scores: Buffer
+    counts: Buffer
 
     @classmethod
     def of(cls, rows: int, width: int) -> BlockScores:
         """For at most so many rows of logits."""
         stride = max(ceil_div(ceil_div(width, CANDIDATE_BLOCK), ALIGNED), 1) * ALIGNED
         return cls(
-            Slot("scores", shape=(rows, stride), dtype=dtypes.FLOAT32),
-            Slot("counts", shape=(rows,), dtype=dtypes.INT32),
+            Buffer("scores", shape=(rows, stride), dtype=dtypes.FLOAT32),
+            Buffer("counts", shape=(rows,), dtype=dtypes.INT32),
         )

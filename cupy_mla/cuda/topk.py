@@ -16,7 +16,7 @@ from .driver import PORTABLE_CLUSTER, Gpu
 from .kernel import PORTABLE, Kernel
 from .logits import CANDIDATE_BLOCK, Part, logits_of_candidates, paged_logits, ragged_logits
 from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
-from .program import Launch, Pointer, Program, Slot
+from .program import Buffer, Launch, Pointer, Program
 from .structs import INT32, INT64, POINTER, Packed, Struct
 
 TOPK = Struct(
@@ -305,7 +305,7 @@ def _chunks(chosen: Selection, items: int, queries: int, width: int) -> Iterator
     stride = _padded(width)
     step = max(chosen.max_workspace_bytes // (4 * stride * queries), 1)
     most = min(step, items) * queries
-    workspace, scratch = Slot("logits", shape=(most, stride), dtype=FLOAT32), BlockScores.of(most, width)
+    workspace, scratch = Buffer("logits", shape=(most, stride), dtype=FLOAT32), BlockScores.of(most, width)
     least = all_chosen(chosen.k, chosen.blocks)
     for first in range(0, items, step):
         size = min(step, items - first)

@@ -17,7 +17,7 @@ from ..dtypes import INT32 as INTEGERS
 from .driver import Gpu
 from .kernel import Kernel
 from .paging import ceil_div, pointer
-from .program import Clear, Launch, Program, Slot, Step
+from .program import Buffer, Clear, Launch, Program, Step
 from .row_sums import Lists, RowSums, from_token, lists_kernel, ranges_kernel, rows_kernel
 from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
 
@@ -155,16 +155,16 @@ def indexer_loss(gpu: Gpu, a: IndexerLoss) -> Program:
     """Twin of `reference.training.indexer_loss`."""
     (tokens, heads, _), topk, keys = a.q_index.shape, a.target.shape[1], a.k_index.shape[0]
     kernel, padded = _fitting(LOSS_HEADS, heads), ceil_div(topk, TILE_KEYS) * TILE_KEYS
-    divergences = Slot("divergences", shape=(tokens,), dtype=FLOAT32)
-    number = Slot("tokens that count", shape=(1,), dtype=INTEGERS)
+    divergences = Buffer("divergences", shape=(tokens,), dtype=FLOAT32)
+    number = Buffer("tokens that count", shape=(1,), dtype=INTEGERS)
     lists = Lists(tokens, keys, RANGE_KEYS, True, a.indices, a.length, a.starts, a.ends, a.counted)
     quantized = int(a.scale_format is not None)
     left = a.max_workspace_bytes - divergences.nbytes - number.nbytes - quantized * keys * ROUNDED_BYTES
     of_token = padded * (4 + 4 * quantized + kernel // 8) + quantized * heads * ROUNDED_BYTES
     sums = RowSums(lists, a.dk_index, a.accumulate, 1, left, of_token)
     scored = _Scored(a, sums.step)
-    scores = Slot("scores", shape=(sums.step, 1 + quantized, padded), dtype=FLOAT32)
-    bits = Slot("signs", shape=(sums.step, padded, kernel // 8), dtype=UINT8)
+    scores = Buffer("scores", shape=(sums.step, 1 + quantized, padded), dtype=FLOAT32)
+    bits = Buffer("signs", shape=(sums.step, padded, kernel // 8), dtype=UINT8)
     divisor = 0 if a.per_token else number.ptr
     program: list[Step] = []
     if not a.per_token:
@@ -199,8 +199,8 @@ class _Scored:
     def __init__(self, a: IndexerLoss, step: int) -> None:
         self._a, self._heads = a, a.q_index.shape[1]
         rows = {"queries": step * self._heads, "keys": a.k_index.shape[0]}
-        self._values = {name: Slot(f"rounded {name}", shape=(n, D), dtype=BFLOAT16) for name, n in rows.items()}
-        self._scales = {name: Slot(f"scales of {name}", shape=(n,), dtype=FLOAT32) for name, n in rows.items()}
+        self._values = {name: Buffer(f"rounded {name}", shape=(n, D), dtype=BFLOAT16) for name, n in rows.items()}
+        self._scales = {name: Buffer(f"scales of {name}", shape=(n,), dtype=FLOAT32) for name, n in rows.items()}
 
     def keys(self) -> list[Launch]:
         """What rounds the keys; nothing where they stay."""

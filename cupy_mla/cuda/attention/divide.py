@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ...layouts import D_V
 from ..driver import MAX_CLUSTER
 from ..paging import ceil_div
-from ..program import Nonce, Pointer, Slot
+from ..program import Buffer, Nonce, Pointer
 from .problem import Problem
 
 # Bytes of a head's partial result as float32 and as float16; kernels_cu/attention/division/merge.cuh
@@ -90,7 +90,7 @@ class Clusters(NamedTuple):
         rows = self.num_splits * problem.queries * problem.heads if self.num_splits > 1 else 0
         if not nbytes + rows:
             return {}
-        memory = Slot("partial results", shape=(nbytes + 4 * rows * (D_V + 2),)).ptr
+        memory = Buffer("partial results", shape=(nbytes + 4 * rows * (D_V + 2),)).ptr
         out = memory + nbytes
         lse, most = out + 4 * rows * D_V, out + 4 * rows * (D_V + 1)
         return {"cluster_parts": memory, "part_out": out, "part_lse": lse, "part_max": most if problem.prefill else 0}
@@ -176,7 +176,7 @@ class Segments(NamedTuple):
 
     def memory(self, problem: Problem, each: int) -> dict[str, Pointer]:
         """Memory for the partial results of a CTA's splits, of so many bytes each."""
-        return {"cluster_parts": Slot("partial results", shape=(self.grid(problem) * self.splits * each,)).ptr}
+        return {"cluster_parts": Buffer("partial results", shape=(self.grid(problem) * self.splits * each,)).ptr}
 
 
 class Teams(NamedTuple):
@@ -216,7 +216,7 @@ def _in_turn(problem: Problem, heads: int) -> int:
 
 def _left(ctas: int, each: int) -> dict[str, Any]:
     """Memory for what CTAs leave to others, and where they say that it is there."""
-    memory = Slot("partial results", shape=(ctas * (each + 16),)).ptr
+    memory = Buffer("partial results", shape=(ctas * (each + 16),)).ptr
     return {"cluster_parts": memory, "ready": memory + ctas * each, "nonce": Nonce()}
 
 

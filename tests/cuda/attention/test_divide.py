@@ -81,7 +81,7 @@ EACH = 64 * HALF_PARTIAL_BYTES
 
 
 def nbytes(pointer: Pointer) -> int:
-    return pointer.slot.nbytes
+    return pointer.buffer.nbytes
 
 
 def test_memory_for_partial_results():

@@ -9,7 +9,7 @@ from ....dtypes import INT32
 from ... import structs
 from ...kernel import Kernel
 from ...paging import ceil_div
-from ...program import Launch, Slot
+from ...program import Buffer, Launch
 from ...structs import Packed
 from ..problem import Problem
 
@@ -42,7 +42,7 @@ def counted(problem: Problem, params: Packed) -> tuple[Launch, Packed]:
     Returns:
         the launch that does so, and the parameters with the counts as main.lengths.
     """
-    counts = Slot("entries that count", shape=(problem.queries,), dtype=INT32)
+    counts = Buffer("entries that count", shape=(problem.queries,), dtype=INT32)
     launch = Launch(
         count_kernel(), (ceil_div(problem.queries, COUNTED), 1, 1), structs.COUNT(params, counts=counts.ptr)
     )
@@ -55,7 +55,7 @@ def longest_first(problem: Problem, params: Packed) -> tuple[Launch, Packed]:
     Returns:
         the launch that does so, and the parameters with the order.
     """
-    ordered = params.replaced(order=Slot("order", shape=(problem.queries,), dtype=INT32).ptr)
+    ordered = params.replaced(order=Buffer("order", shape=(problem.queries,), dtype=INT32).ptr)
     return Launch(order_kernel(), (1, 1, 1), ordered), ordered
 
 
@@ -66,7 +66,7 @@ def sorted_by_place(problem: Problem, params: Packed, num_slots: int) -> tuple[L
         the launch that does so, and the parameters with the copies.
     """
     queries, topk = problem.queries, problem.entries
-    lists = Slot("sorted lists", shape=(queries, topk), dtype=INT32)
+    lists = Buffer("sorted lists", shape=(queries, topk), dtype=INT32)
     segments = ceil_div(topk, SEGMENT)
     shift = max((num_slots - 1).bit_length() - (RANGES - 1).bit_length(), 0)
     sorting = structs.SORT(params, sorted=lists.ptr, segments=segments, shift=shift)
