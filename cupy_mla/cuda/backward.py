@@ -101,9 +101,7 @@ def sm90_kernel(d_qk: int) -> Kernel:
     return Kernel("attention/backward_sm90.cu", BACKWARD, defines, archs=("90a",), target="90a")
 
 
-@cache
-def sinks_kernel() -> Kernel:
-    return Kernel("attention/backward_sinks.cu", SINKS, {})
+SINKS_KERNEL = Kernel("attention/backward_sinks.cu", SINKS, {})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -114,7 +112,7 @@ def kernels() -> Iterator[Kernel]:
             yield backward_kernel(d_qk, shape)
         yield sm90_kernel(d_qk)
         yield rows_kernel(d_qk, RANGE_ROWS)
-    yield sinks_kernel()
+    yield SINKS_KERNEL
 
 
 def sparse_prefill_backward(gpu: Gpu, a: PrefillBackward) -> Program:
@@ -136,7 +134,7 @@ def sparse_prefill_backward(gpu: Gpu, a: PrefillBackward) -> Program:
         program += sums.add(first, queries)
     if terms is not None:
         params = SINKS(terms=terms.ptr, out=a.d_sink.ptr, out_stride=a.d_sink.strides[0], queries=s_q, heads=h_q)
-        program.append(Launch(sinks_kernel(), (ceil_div(h_q, 32), 1, 1), params))
+        program.append(Launch(SINKS_KERNEL, (ceil_div(h_q, 32), 1, 1), params))
     return program
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import NamedTuple
 
 from .. import dtypes
@@ -21,16 +20,12 @@ BLOCK_SCORES = Struct(
 SCORES_OF_CTA = 256
 ALIGNED = 4  # scores of a row take a multiple of so many
 
-
-@cache
-def kernel() -> Kernel:
-    """The kernel."""
-    return Kernel("indexer/block_scores.cu", BLOCK_SCORES, {})
+KERNEL = Kernel("indexer/block_scores.cu", BLOCK_SCORES, {})
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield kernel()
+    yield KERNEL
 
 
 def ctas_of_row(blocks: int) -> int:

@@ -150,15 +150,13 @@ def kernel(shape: Shape, bf16: bool) -> Kernel:
     )  # fmt: skip
 
 
-@cache
-def short_kernel() -> Kernel:
-    """The kernel for rows that have no more than k logits, which it does not read."""
-    return Kernel("indexer/short_rows.cu", TOPK, {"RESULTS": RESULTS_OF_CTA}, overlaps=True)
+# For rows that have no more than k logits, which it does not read.
+SHORT_KERNEL = Kernel("indexer/short_rows.cu", TOPK, {"RESULTS": RESULTS_OF_CTA}, overlaps=True)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield short_kernel()
+    yield SHORT_KERNEL
     for bf16, tables in ((False, FLOAT32_TABLES), (True, BF16_TABLES)):
         for shape in dict.fromkeys(shape for table in tables for widths in table for _, shape in widths.shapes):
             yield kernel(shape, bf16)
@@ -346,7 +344,7 @@ def block_choice(gpu: Gpu, logits: Logits, bounds: Bounds, scratch: BlockScores,
         aligned=int(logits.aligned),
     )  # fmt: skip
     return [
-        Launch(block_scores.kernel(), (rows * block_scores.ctas_of_row(blocks), 1, 1), params),
+        Launch(block_scores.KERNEL, (rows * block_scores.ctas_of_row(blocks), 1, 1), params),
         *choice(gpu, of_blocks, Bounds(0, scratch.counts.ptr), out.shape[1], _item(out, first), out.strides[0]),
     ]
 
@@ -371,7 +369,7 @@ def choice(
         width=width, k=k, queries=bounds.queries, aligned=int(logits.aligned), in_blocks=int(bounds.in_blocks),
     )  # fmt: skip
     if width <= k:
-        return [Launch(short_kernel(), (rows, ceil_div(k, RESULTS_OF_CTA), 1), params)]
+        return [Launch(SHORT_KERNEL, (rows, ceil_div(k, RESULTS_OF_CTA), 1), params)]
     shape, cluster = choose(gpu, rows, width, k, logits.bf16)
     return [Launch(kernel(shape, logits.bf16), (rows * cluster, 1, 1), params, cluster)]
 
