@@ -404,8 +404,6 @@ def decode(
             extra_length.require(INT32, b)
     q_scale = scale_of_q(place, q_, q_scale, door.name("q_scale"))
     k_scale = scale_of_rows(place, layout, k_scale, door.name("k_scale"))
-    if out_ is not None:
-        out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
     batch_invariant = require_bool("batch_invariant", batch_invariant)
     if num_splits is not None:
         num_splits = require_integer("num_splits", num_splits, 1, MAX_SPLITS)

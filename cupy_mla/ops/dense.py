@@ -193,8 +193,6 @@ def decode(
         sink.require(FLOAT32, h_q)
     q_scale = scale_of_q(place, q_, q_scale, door.name("q_scale"))
     k_scale = scale_of_rows(place, layout, k_scale, door.name("k_scale"))
-    if out_ is not None:
-        out_.require(layout.values, b, s_q, h_q, D_V).require_writable()
     causal = require_bool("causal", sees.causal)
     window = 0 if sees.window is None else require_integer("window", sees.window, 1)
     batch_invariant = require_bool("batch_invariant", batch_invariant)
