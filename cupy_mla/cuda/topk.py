@@ -171,6 +171,11 @@ def choose(gpu: Gpu, rows: int, width: int, k: int, bf16: bool = False) -> tuple
     return _shape(tables.few if cluster == 1 else tables.clusters, rows, width, k, gpu.sms, cluster), cluster
 
 
+def cluster_kernel() -> Kernel:
+    """The variant that is asked how many clusters run at a time; a CTA of all `CLUSTERS` takes a whole SM."""
+    return kernel(CLUSTERS[0].shapes[0][1], False)
+
+
 def _cluster(gpu: Gpu, rows: int, width: int) -> int:
     """The CTAs of a row: as many as give each thread few logits, and as allow all clusters to run at a time.
 
@@ -178,7 +183,7 @@ def _cluster(gpu: Gpu, rows: int, width: int) -> int:
     """
     if gpu.capability < LEAST_CLUSTER_CAPABILITY or width <= LEAST_CLUSTER_WIDTH or 2 * rows > gpu.sms:
         return 1
-    at_once = gpu.clusters_at_once(kernel(CLUSTERS[0].shapes[0][1], False))  # one CTA an SM, as of all CLUSTERS
+    at_once = gpu.clusters_at_once(cluster_kernel())
     most_ctas = gpu.sms * 4 // 5 if width <= HELD_BY_ONE else gpu.sms
     cluster = PORTABLE_CLUSTER
     while cluster > 1 and (
