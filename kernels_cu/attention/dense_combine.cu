@@ -96,7 +96,8 @@ static_assert(GROUP_LINES == 1 || GROUP_LINES == 4, "lane l has line l % GROUP_L
 
 // Merges partial results `begin`, begin + step, ... of a unit. The lanes of a line weigh WEIGHED of them at a time.
 template <int CHUNKS>
-__device__ __forceinline__ Merged<CHUNKS> merge(const DenseParams& p, const Unit& unit, int begin, int step, int lane) {
+__device__ __forceinline__ Merged<CHUNKS> merge(const DenseParams& p, const Unit& unit, int begin, int step,
+                                                int lane) {
     constexpr int WEIGHED = 32 / GROUP_LINES, AT_ONCE = LANE_LOADS / CHUNKS;
     static_assert(WEIGHED % AT_ONCE == 0, "they are loaded for as many as are weighed");
     const Cut& cut = unit.cut;
@@ -220,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(COMBINERS) dense_combine(const __gr
     const int of_group = GROUP_CHUNKS / (together ? TOGETHER : ALONE), of_cut = groups * of_group;
     const int step = together ? int(gridDim.x) : int(gridDim.x) * WARPS;
 #pragma unroll 1
-    for (int n = together ? blockIdx.x : blockIdx.x * WARPS + warp; n < cuts * of_cut; n += step) {
+    for (int n = together ? blockIdx.x : warp * gridDim.x + blockIdx.x; n < cuts * of_cut; n += step) {
         const int number = n / of_cut, rest = n % of_cut;
         const Cut cut = split ? Cut{number, number * p.num_splits, p.num_splits} : cut_of(number, lane);
         // Items without rows have no partial results.
