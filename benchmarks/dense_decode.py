@@ -6,7 +6,8 @@ Sizes are drawn at random; the seed is in the record. For each number of heads: 
 query tokens, and batches of 1 to 4 requests; lengths of 64 to 131,072 rows, equal or drawn for each request from 64 up
 to that; at most 2M rows in a batch. Blocks of 64 rows, at random places of the cache.
 
-All calls of a replay share one schedule of the peer's, which is planned within it. Ours needs none. Writes
+All calls of a replay have the same lengths, as the layers of a step: they share one schedule of the peer's, which is
+planned within it and holds for these lengths alone. Ours needs none. Writes
 dense_decode.json and dense_decode.png.
 """
 
@@ -63,14 +64,13 @@ def input_sets(row: dict[str, Any], cache: torch.Tensor) -> list[Set]:
     b, width = row["b"], -(-row["length"] // BLOCK)
     blocks = torch.cat([torch.randperm(len(cache), device="cuda") for _ in range(-(-SETS * b * width // len(cache)))])
     tables = blocks[: SETS * b * width].view(SETS, b, width).to(torch.int32)
-    drawn = row["lengths"] == "drawn"
-    sets = []
-    for table in tables:
-        lengths = torch.full((b,), row["length"], device="cuda", dtype=torch.int32)
-        if drawn:
-            lengths = torch.randint(SHORTEST, row["length"] + 1, (b,), device="cuda", dtype=torch.int32)
-        sets.append({"q": normal(b, row["s_q"], row["h"], 576), "k_cache": cache, "table": table, "lengths": lengths})
-    return sets
+    lengths = torch.full((b,), row["length"], device="cuda", dtype=torch.int32)
+    if row["lengths"] == "drawn":
+        lengths = torch.randint(SHORTEST, row["length"] + 1, (b,), device="cuda", dtype=torch.int32)
+    return [
+        {"q": normal(b, row["s_q"], row["h"], 576), "k_cache": cache, "table": table, "lengths": lengths}
+        for table in tables
+    ]
 
 
 def our_calls(sets: list[Set]) -> list[Call]:

@@ -3,13 +3,12 @@
 //   out = sum_i 2^(ref_i - ref) O_i / sum_i 2^(ref_i - ref) sum_i
 //
 //   1. A CTA finds the items that are cut: those that a share begins and does not end.
-//   2. A line of them is merged by a warp, or, where items are cut anywhere and lines are few, by all warps of a CTA. A
-//      lane has two chunks of 8 columns of each partial result. A warp takes 32 partial results at a time, or every
-//      WARPS-th.
+//   2. A warp merges GROUP_LINES lines, whose chunks stand side by side, of some of their columns. Where there are few
+//      of such units, all warps of a CTA merge one, every WARPS-th partial result each.
 //
 // Partial results are added in the order of shares: the bits do not depend on who was first.
 //
-// grid: x CTAs, which take lines in turn.
+// grid: x CTAs, which take units in turn.
 #if FP8_PARTIALS
 #include "attention/fp8_sm90/chunks.cuh"
 #else
@@ -20,15 +19,18 @@
 #include "ptx/griddepcontrol.cuh"
 
 constexpr int LINES = HEADS;  // of a work item
-constexpr int WARPS = 8, COMBINERS = 32 * WARPS, LANE_CHUNKS = 2;
-constexpr int AT_ONCE = 4;  // partial results whose chunks a lane loads at a time
+constexpr int WARPS = 8, COMBINERS = 32 * WARPS;
+constexpr int LANE_LOADS = 8;  // chunks that a lane loads at a time
+// Chunks of a lane of each partial result, where a warp merges a unit, and where all warps of a CTA do.
+constexpr int ALONE = 2, TOGETHER = 1;
+constexpr int ROUNDS_TOGETHER = 2;  // units of a CTA at most that all its warps merge
 
 struct Shared {
     Boundary ends[MOST_SHARES];    // of the shares, where items are cut anywhere
     uint16_t firsts[MOST_SHARES];  // the shares that begin an item and do not end it
     int found[WARPS];              // by each warp
-    float ref[WARPS], sum[WARPS];  // of a line that all warps merge
-    float o[WARPS][8 * LANE_CHUNKS][32];
+    // Of a unit that all warps merge.
+    float ref[WARPS][GROUP_LINES], sum[WARPS][GROUP_LINES], o[WARPS][8 * TOGETHER][32];
 };
 __shared__ Shared sm;
 
@@ -72,57 +74,75 @@ __device__ __forceinline__ Cut cut_of(int n, int lane) {
     }
 }
 
-// The sum of a line's partial results so far, relative to `ref`.
-struct Merged {
-    float ref = -INF, sum = 0.0f, o[LANE_CHUNKS][8] = {};
+// What a warp, or a CTA, merges: CHUNKS chunks a lane of each partial result of a cut item, from number `first` of a
+// group's on.
+struct Unit {
+    Cut cut;
+    int group, first;
+    __device__ __forceinline__ int chunk(int c, int lane) const { return chunk_of_group(group, first + c, lane); }
+    __device__ __forceinline__ int line(int lane) const { return line_of_chunk(chunk(0, lane)); }
 };
 
-// Merges partial results `begin`, begin + step, ... of a line of a cut item, 32 at a time.
-__device__ __forceinline__ Merged merge(const DenseParams& p, const Cut& cut, int line, int begin, int step,
-                                        int lane) {
-    Merged m;
-    const int chunks[LANE_CHUNKS] = {chunk_of_line(line, lane), chunk_of_line(line, lane + 32)};
-    float4 loaded[AT_ONCE][LANE_CHUNKS];
+// The sum of a lane's chunks of partial results so far, relative to `ref`.
+template <int CHUNKS>
+struct Merged {
+    float ref = -INF, sum = 0.0f, o[CHUNKS][8] = {};
+};
+
+// Over the lanes that have chunks of the same line.
+__device__ __forceinline__ float line_max(float x) { return rows_max(GROUP_LINES == 1 ? quad_max(x) : x); }
+__device__ __forceinline__ float line_sum(float x) { return rows_sum(GROUP_LINES == 1 ? quad_sum(x) : x); }
+static_assert(GROUP_LINES == 1 || GROUP_LINES == 4, "lane l has line l % GROUP_LINES of a group");
+
+// Merges partial results `begin`, begin + step, ... of a unit. The lanes of a line weigh WEIGHED of them at a time.
+template <int CHUNKS>
+__device__ __forceinline__ Merged<CHUNKS> merge(const DenseParams& p, const Unit& unit, int begin, int step,
+                                                int lane) {
+    constexpr int WEIGHED = 32 / GROUP_LINES, AT_ONCE = LANE_LOADS / CHUNKS;
+    static_assert(WEIGHED % AT_ONCE == 0, "they are loaded for as many as are weighed");
+    const Cut& cut = unit.cut;
+    Merged<CHUNKS> m;
+    float4 loaded[AT_ONCE][CHUNKS];
     auto partial = [&](int i) { return partial_of(p, cut.first + i, i + 1 < cut.count); };
     auto load = [&](int first) {
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
 #pragma unroll
-            for (int c = 0; c < LANE_CHUNKS; ++c) {
+            for (int c = 0; c < CHUNKS; ++c) {
                 loaded[k][c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 if (first + k * step >= cut.count) continue;
                 const PartialResults<8> of = partial(first + k * step);
-                loaded[k][c] = of.chunk_of(of.rank, chunks[c]);
+                loaded[k][c] = of.chunk_of(of.rank, unit.chunk(c, lane));
             }
         }
     };
 #pragma unroll 1
-    for (int base = begin; base < cut.count; base += 32 * step) {
+    for (int base = begin; base < cut.count; base += WEIGHED * step) {
         load(base);  // before they are weighed, so that both are under way at a time
-        const int mine = base + lane * step;
+        const int mine = base + lane / GROUP_LINES * step;
         float4 statistics = make_float4(-INF, 0.0f, -INF, 1.0f);
         if (mine < cut.count) {
             const PartialResults<8> of = partial(mine);
-            statistics = of.statistics_of(of.rank, line);
+            statistics = of.statistics_of(of.rank, unit.line(lane));
         }
-        const float ref = fmaxf(m.ref, rows_max(quad_max(statistics.x)));
+        const float ref = fmaxf(m.ref, line_max(statistics.x));
         const float weight = rescale_factor(statistics.x, ref), old = rescale_factor(m.ref, ref);
-        m.sum = m.sum * old + rows_sum(quad_sum(weight * statistics.y));
+        m.sum = m.sum * old + line_sum(weight * statistics.y);
         m.ref = ref;
 #pragma unroll
-        for (int c = 0; c < LANE_CHUNKS; ++c) {
+        for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) m.o[c][i] *= old;
         }
         const float factor = weight * statistics.w;
-        const int end = min(cut.count, base + 32 * step);
+        const int end = min(cut.count, base + WEIGHED * step);
 #pragma unroll 1
         for (int first = base, n = 0; first < end; n += AT_ONCE) {
 #pragma unroll
             for (int k = 0; k < AT_ONCE; ++k) {
-                const float by = __shfl_sync(~0u, factor, n + k);
+                const float by = __shfl_sync(~0u, factor, (n + k) * GROUP_LINES + lane % GROUP_LINES);
 #pragma unroll
-                for (int c = 0; c < LANE_CHUNKS; ++c) add_chunk(m.o[c], by, loaded[k][c]);
+                for (int c = 0; c < CHUNKS; ++c) add_chunk(m.o[c], by, loaded[k][c]);
             }
             first += AT_ONCE * step;
             if (first < end) load(first);
@@ -130,7 +150,6 @@ __device__ __forceinline__ Merged merge(const DenseParams& p, const Cut& cut, in
     }
     return m;
 }
-static_assert(32 % AT_ONCE == 0, "they are loaded for 32 partial results");
 
 // The line of the call that is line `line` of an item.
 __device__ __forceinline__ Line line_of(const DenseParams& p, const Cut& cut, int line) {
@@ -144,68 +163,76 @@ __device__ __forceinline__ float finish_line(const DenseParams& p, const Line& o
     return sum == 0.0f ? 0.0f : sink_factor(p, of.head, result.lse) / sum;
 }
 
-// A warp writes a line.
-__device__ __forceinline__ void write_line(const DenseParams& p, const Line& of, int line, const Merged& m, int lane) {
-    const float by = finish_line(p, of, m.ref, m.sum, lane == 0);
+// Whether a lane writes its line's statistics.
+__device__ __forceinline__ bool writes_statistics(const Unit& unit, int lane) {
+    return unit.first == 0 && lane < GROUP_LINES;
+}
+
+// A warp writes a unit. `of`: the lane's line, which is one of the request's.
+__device__ __forceinline__ void write_unit(const DenseParams& p, const Line& of, const Unit& unit,
+                                           const Merged<ALONE>& m, int lane) {
+    const float by = finish_line(p, of, m.ref, m.sum, writes_statistics(unit, lane));
 #pragma unroll
-    for (int c = 0; c < LANE_CHUNKS; ++c) {
-        const int column = column_of_chunk(chunk_of_line(line, lane + 32 * c));
+    for (int c = 0; c < ALONE; ++c) {
+        const int column = column_of_chunk(unit.chunk(c, lane));
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             write_output(p, of.query, of.head, column + COLUMNS_APART * i, m.o[c][2 * i] * by, m.o[c][2 * i + 1] * by);
     }
 }
 
-// The warps of a CTA, each of which has merged some of the partial results, write a line, two values a lane each.
-__device__ __forceinline__ void write_line_together(const DenseParams& p, const Line& of, int line, const Merged& m,
-                                                    int warp, int lane) {
-    __syncthreads();  // of the line before
-    if (lane == 0) sm.ref[warp] = m.ref, sm.sum[warp] = m.sum;
+// The warps of a CTA, each of which has merged some of the partial results, write a unit: four of them two values a lane
+// each.
+__device__ __forceinline__ void write_unit_together(const DenseParams& p, const Line& of, const Unit& unit,
+                                                    const Merged<TOGETHER>& m, int warp, int lane) {
+    __syncthreads();  // of the unit before
+    if (lane < GROUP_LINES) sm.ref[warp][lane] = m.ref, sm.sum[warp][lane] = m.sum;
 #pragma unroll
-    for (int i = 0; i < 8 * LANE_CHUNKS; ++i) sm.o[warp][i][lane] = m.o[i / 8][i % 8];
+    for (int i = 0; i < 8; ++i) sm.o[warp][i][lane] = m.o[0][i];
     __syncthreads();
+    if (warp >= 4 || of.head >= p.h_q) return;
+    const int own = lane % GROUP_LINES;
     float ref = -INF, sum = 0.0f, x = 0.0f, y = 0.0f;
 #pragma unroll
-    for (int i = 0; i < WARPS; ++i) ref = fmaxf(ref, sm.ref[i]);
+    for (int i = 0; i < WARPS; ++i) ref = fmaxf(ref, sm.ref[i][own]);
 #pragma unroll
     for (int i = 0; i < WARPS; ++i) {
-        const float by = rescale_factor(sm.ref[i], ref);
-        sum += by * sm.sum[i];
+        const float by = rescale_factor(sm.ref[i][own], ref);
+        sum += by * sm.sum[i][own];
         x += by * sm.o[i][2 * warp][lane];
         y += by * sm.o[i][2 * warp + 1][lane];
     }
-    const float by = finish_line(p, of, ref, sum, threadIdx.x == 0);
-    const int column = column_of_chunk(chunk_of_line(line, lane + 32 * (warp / 4))) + COLUMNS_APART * (warp % 4);
+    const float by = finish_line(p, of, ref, sum, warp == 0 && writes_statistics(unit, lane));
+    const int column = column_of_chunk(unit.chunk(0, lane)) + COLUMNS_APART * warp;
     write_output(p, of.query, of.head, column, x * by, y * by);
 }
-static_assert(2 * WARPS == 8 * LANE_CHUNKS, "a warp has two of a lane's values");
+static_assert(TOGETHER == 1, "");
 
 extern "C" __global__ void __launch_bounds__(COMBINERS) dense_combine(const __grid_constant__ DenseParams p) {
     wait_for_earlier_kernels();
     let_next_kernel_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int item_lines = min(LINES, p.h_q);
     const bool split = p.num_splits > 1;  // each item, alike
     const int items = p.num_queries * num_head_tiles(p);
     const int cuts = split ? items : find_cuts(p, p.num_shares);
-    auto find = [&](int n) { return split ? Cut{n, n * p.num_splits, p.num_splits} : cut_of(n, lane); };
-    // Items without rows have no partial results.
-    auto is_left = [&](const Cut& cut) { return !split || __ldcg(p.shares + cut.first).w > 0; };
-    const int units = cuts * item_lines;
+    const int groups = groups_of(min(LINES, p.h_q));  // of an item
     // Equal splits are those of batch-invariant calls, too, whose bits do not depend on how many lines there are.
-    const bool together = !split && units <= int(gridDim.x);
+    const bool together = !split && cuts * groups * (GROUP_CHUNKS / TOGETHER) <= ROUNDS_TOGETHER * int(gridDim.x);
+    const int of_group = GROUP_CHUNKS / (together ? TOGETHER : ALONE), of_cut = groups * of_group;
     const int step = together ? int(gridDim.x) : int(gridDim.x) * WARPS;
 #pragma unroll 1
-    for (int unit = together ? blockIdx.x : blockIdx.x * WARPS + warp; unit < units; unit += step) {
-        const int line = unit % item_lines;
-        const Cut cut = find(unit / item_lines);
-        const Line of = line_of(p, cut, line);
-        if (of.head >= p.h_q || !is_left(cut)) continue;
-        const Merged m = merge(p, cut, line, together ? warp : 0, together ? WARPS : 1, lane);
+    for (int n = together ? blockIdx.x : warp * gridDim.x + blockIdx.x; n < cuts * of_cut; n += step) {
+        const int number = n / of_cut, rest = n % of_cut;
+        const Cut cut = split ? Cut{number, number * p.num_splits, p.num_splits} : cut_of(number, lane);
+        // Items without rows have no partial results.
+        if (split && __ldcg(p.shares + cut.first).w <= 0) continue;
+        const Unit unit = {cut, rest / of_group, rest % of_group * (together ? TOGETHER : ALONE)};
+        const Line of = line_of(p, cut, unit.line(lane));
         if (together) {
-            write_line_together(p, of, line, m, warp, lane);
+            write_unit_together(p, of, unit, merge<TOGETHER>(p, unit, warp, WARPS, lane), warp, lane);
         } else {
-            write_line(p, of, line, m, lane);
+            const Merged<ALONE> m = merge<ALONE>(p, unit, 0, 1, lane);
+            if (of.head < p.h_q) write_unit(p, of, unit, m, lane);
         }
     }
 }

@@ -20,7 +20,10 @@ __device__ __forceinline__ int column_of_chunk(int chunk) {
     return chunk % 64 / 32 * 256 + chunk / 64 % 8 * 32 + chunk % 4 * 2;
 }
 
-// Chunk `n` of the 64 of a line.
-__device__ __forceinline__ int chunk_of_line(int line, int n) {
-    return chunk_of(n / 4 % 2, line / 16, line % 8 * 4 + n % 4, line / 8 % 2, n / 8);
+// For dense_combine.cu: a group is a line, of whose 64 chunks each lane of a warp has GROUP_CHUNKS.
+constexpr int GROUP_LINES = 1, GROUP_CHUNKS = 2;
+__device__ __forceinline__ int chunk_of_group(int line, int n, int lane) {
+    return chunk_of(lane / 4 % 2, line / 16, line % 8 * 4 + lane % 4, line / 8 % 2, lane / 8 + 4 * n);
 }
+// Groups that have all of so many lines.
+__device__ __forceinline__ int groups_of(int lines) { return lines; }

@@ -15,7 +15,9 @@ __device__ __forceinline__ int column_of_chunk(int chunk) {
     return thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2;
 }
 
-// Chunk `n` of the 64 of a line.
-__device__ __forceinline__ int chunk_of_line(int line, int n) {
-    return 256 * (line / 8 * 2 + line % 2) + 4 * n + line % 8 / 2;
-}
+// For dense_combine.cu: the chunks of GROUP_LINES lines stand side by side, of which lane l of a warp has those of line
+// l % GROUP_LINES. Each lane has GROUP_CHUNKS of a group, chunk n of which is the following.
+constexpr int GROUP_LINES = 4, GROUP_CHUNKS = 8;
+__device__ __forceinline__ int chunk_of_group(int group, int n, int lane) { return 256 * group + 32 * n + lane; }
+// Groups that have all of so many lines.
+__device__ __forceinline__ int groups_of(int lines) { return (lines + 7) / 8 * 2; }

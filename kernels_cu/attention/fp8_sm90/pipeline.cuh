@@ -45,7 +45,7 @@ struct Results {
     __device__ __forceinline__ int lane() const { return r.lane; }
     __device__ __forceinline__ void sync() const { sync_consumers(); }
     __device__ __forceinline__ void write(const PartialResults<8>& partials) const {
-        write_partial(p, r, out, partials);
+        write_partial(p, w, r, out, partials);
     }
     __device__ __forceinline__ void merge(const ClusterResults<8>& partials) const {
         merge_partials(p, w.query, w.first_head, partials);

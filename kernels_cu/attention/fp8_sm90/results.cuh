@@ -101,19 +101,27 @@ __device__ __forceinline__ float4 partial_chunk(const Role& r, const Output& out
     return make_float4(words[0], words[1], words[2], words[3]);
 }
 
-// Writes its values. All consumers have met since its statistics were written.
+// Chunks of a partial result that are looked at: DENSE, those of eight lines each that are not all padding.
+__device__ __forceinline__ int chunks_of(const AttentionParams& p, int first_head) {
+    return DENSE ? min(HEADS, ceil_div(p.h_q - first_head, 8) * 8) * (D_V / 8) : PartialResults<8>::CHUNKS;
+}
+
+// Writes its first `chunks` values. All consumers have met since its statistics were written.
 __device__ __forceinline__ void write_partial_values(const Role& r, const Output& out,
-                                                     const PartialResults<8>& partials) {
+                                                     const PartialResults<8>& partials,
+                                                     int chunks = PartialResults<8>::CHUNKS) {
 #pragma unroll
-    for (int c = 0; c < OWN_HEADS; ++c) partials.write(256 * c + threadIdx.x, partial_chunk(r, out, c));
+    for (int c = 0; c < OWN_HEADS; ++c) {
+        if (!DENSE || 256 * c < chunks) partials.write(256 * c + threadIdx.x, partial_chunk(r, out, c));
+    }
 }
 
 // Writes the partial result of a split, in f16 times a power of two for each head.
-__device__ __forceinline__ void write_partial(const AttentionParams& p, const Role& r, const Output& out,
-                                              const PartialResults<8>& partials) {
+__device__ __forceinline__ void write_partial(const AttentionParams& p, const Attended& w, const Role& r,
+                                              const Output& out, const PartialResults<8>& partials) {
     write_partial_statistics(p, r, out, partials);
     sync_consumers();
-    write_partial_values(r, out, partials);
+    write_partial_values(r, out, partials, chunks_of(p, w.first_head));
 }
 
 // A thread's values of a partial result for some of its heads, from number `first` on.
@@ -227,7 +235,8 @@ __device__ __forceinline__ void merge_segments(const AttentionParams& p, const A
 
 // END MEET: merges partial results of a query's heads, this CTA's share of the output. The CTAs have met.
 __device__ __forceinline__ void merge_partials(const AttentionParams& p, const Query& query, int first_head,
-                                               const ClusterResults<8>& partials) {
+                                               ClusterResults<8> partials) {
+    partials.chunks = chunks_of(p, first_head);
     float* weights = reinterpret_cast<float*>(shared);  // in the space of Q, which is not read any more
     static_assert(MAX_CLUSTER * HEADS * 4 <= P_AT, "");
     auto finish = [&](int local, bool write, float ref, float sum, float) {

@@ -17,11 +17,11 @@ from ..problem import DenseProblem
 from . import bf16_sm90, fp8_sm90
 
 CTAS = 2  # of an SM, at most: the next launch waits for them
-SPILL_BYTES = {False: 4, True: 12}  # once a line; of `fp8`
 LEAST_SPLIT = 1  # pairs of tiles
 INVARIANT_SPLITS = 8  # of each request in a batch-invariant call
 MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
 SHARE_BYTES = 16  # of a share in memory
+UNITS_OF_8_LINES = 16  # that a CTA may merge, of a work item
 
 
 def kernel(lines: int = bf16_sm90.HEADS, fp8: bool = False, half: bool = False) -> Kernel:
@@ -42,7 +42,6 @@ def _kernel(lines: int, fp8: bool, half: bool) -> Kernel:
     }  # fmt: skip
     return Kernel(
         "attention/dense_combine.cu", structs.DENSE, defines, archs=("90a",), target="90a", overlaps=True,
-        spill_bytes=SPILL_BYTES[fp8],
     )  # fmt: skip
 
 
@@ -81,6 +80,6 @@ def in_shares(
         dividing = params.replaced(
             plan=PlanField(plan, key, "address"), plan_filled=PlanField(plan, key, "filled")
         )  # fmt: skip
-    merged = min(items, shares) * min(problem.lines, lines)
-    grid = (min(CTAS * problem.gpu.sms, merged), 1, 1)
+    units = min(items, shares) * UNITS_OF_8_LINES * ceil_div(min(problem.lines, lines), 8)
+    grid = (min(CTAS * problem.gpu.sms, units), 1, 1)
     return [Launch(of, (shares, 1, 1), dividing), Launch(merge, grid, params)]

@@ -23,9 +23,9 @@ LINES = (32, 64)  # of a work item: query tokens times heads
 DIVISIONS = {Whole: 0, Clusters: 1, Shares: 6}  # kernels_cu/attention/division/division.cuh
 # In microseconds, by lines: a pair of tiles, and the call beside them. Fitted to the times of every division at 320
 # random sizes on an H100.
-PAIR_US = {32: 3.0, 64: 4.3}
+PAIR_US, PLAIN_PAIR_US = {32: 3.0, 64: 4.3}, {32: 2.5, 64: 3.2}  # PLAIN: rows that have no scales of their own
 CLUSTER_US = {32: 7.6, 64: 9.7}
-WHOLE_US, ROUND_US = 1.0, {32: 4.8, 64: 6.6}
+WHOLE_US, ROUND_US, PLAIN_ROUND_US = 1.0, {32: 4.8, 64: 6.6}, {32: 3.5, 64: 4.8}
 SHARES_US, SHARES_ITEM_US = {32: 14.4, 64: 17.0}, 3.0  # with the merge; an item of each SM
 # Pairs of tiles that a CTA may have of a request that might be alone among short ones.
 MOST_PAIRS = {Whole: 16, Clusters: 8}
@@ -107,17 +107,18 @@ def _fits(division: Any) -> bool:
 
 def _us(problem: DenseProblem, division: Any) -> float:
     """What a division is to take, in microseconds."""
-    lines, sms = division.heads, problem.gpu.sms
+    lines, sms, plain = division.heads, problem.gpu.sms, problem.layout.scale_of_call
     items = problem.items(lines)
     if isinstance(division, Whole):
         rounds = ceil_div(items, sms)
-        base, pairs = WHOLE_US + ROUND_US[lines] * rounds, float(rounds * problem.pairs)
+        base = WHOLE_US + (PLAIN_ROUND_US if plain else ROUND_US)[lines] * rounds
+        pairs = rounds * problem.pairs
     elif isinstance(division, Clusters):
-        base, pairs = CLUSTER_US[lines], float(ceil_div(problem.pairs, division.splits))
+        base, pairs = CLUSTER_US[lines], ceil_div(problem.pairs, division.splits)
     else:
-        every = items * problem.pairs
-        base, pairs = SHARES_US[lines] + SHARES_ITEM_US * items / sms, every / min(sms, every)
-    return base + max(PAIR_US[lines] * pairs, memory_us(problem))
+        base = SHARES_US[lines] + SHARES_ITEM_US * items / sms
+        pairs = ceil_div(items * problem.pairs, sms)
+    return base + max((PLAIN_PAIR_US if plain else PAIR_US)[lines] * pairs, memory_us(problem))
 
 
 def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
