@@ -6,6 +6,7 @@
 //   POLICY, read_once    whether rows that are read once leave L2 before others, and whether they are
 //   SKIPS                how tiles without a valid entry are passed over
 //   load_last, shorten   VOTED: what tells whether the list ends with a row, and making it end there
+//   AHEAD, next_item     whether the next work item's Q is brought into L2; which that is, -1 if there is none
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
 //   wait                 in clusters, where roles begin before that: what the producers do then
 //   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
@@ -44,7 +45,7 @@ struct Copier {
 
 // What most kernels have.
 struct Default {
-    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false;
+    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false, AHEAD = false;
     static constexpr Skips SKIPS = Skips::NONE;
 
     template <typename Params>
