@@ -93,8 +93,8 @@ SLOWEST_ITEM, SLOWEST_CUT = 15, 5
 def slowest_share(items: int, pairs: int, ctas: int) -> tuple[int, int, int]:
     """Items, pairs of tiles and ends within an item of the slowest of so many shares.
 
-    Shares end at whole pairs, and a part of an item needs its Q and first rows as a whole one does. So of short lists the
-    slowest share takes much longer than the mean.
+    Shares end at whole pairs, and a part of an item needs its Q and first rows as a whole one does. So of short lists
+    the slowest share takes much longer than the mean.
     """
     alike = gcd(items, ctas)  # so many times the same shares come again
     item, rest = np.divmod(np.arange(0, items // alike * ctas + 1, items), ctas)
