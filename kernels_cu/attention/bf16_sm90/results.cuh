@@ -24,48 +24,32 @@ template <typename K, typename Total>
 __device__ __forceinline__ void write_lines(const typename K::Params& p, const Work& w, int warpgroup, int warp,
                                             int lane, Total total_of, const float (&o)[128]) {
     const int g = lane / 4, t = lane % 4;
-    bf16* out[2];
-    float scale[2];
-    bool here[2];  // all lanes of the quad agree
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const Line line = K::line_at(p, w, w.head_tile * HEADS + 16 * warp + g + 8 * i);
         const LineTotal total = total_of(i);
         const HeadResult result = {total.max, log2_sum_exp(total.ref, total.sum)};
-        here[i] = line.head < p.h_q;
-        scale[i] = !here[i] || total.sum == 0.0f ? 0.0f : sink_factor(p, line.head, result.lse) / total.sum;
-        out[i] = out_of(p, line.query, line.head, 256 * warpgroup);
-        if (warpgroup == 0 && t == 0 && here[i]) write_statistics(p, line.query, line.head, result);
-    }
-    if (p.flags & WIDE_OUT) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            Vec16* to = reinterpret_cast<Vec16*>(out[i]) + t;
+        const bool here = line.head < p.h_q;  // all lanes of the quad agree, and all take part in the shuffles
+        const float scale = !here || total.sum == 0.0f ? 0.0f : sink_factor(p, line.head, result.lse) / total.sum;
+        bf16* out = out_of(p, line.query, line.head, 256 * warpgroup);
+        auto pack = [&](int j) { return pack_items(o[4 * j + 2 * i] * scale, o[4 * j + 2 * i + 1] * scale); };
+        if (p.flags & WIDE_OUT) {
+            Vec16* to = reinterpret_cast<Vec16*>(out) + t;
 #pragma unroll
             for (int j = 0; j < 32; j += 4) {
-                uint32_t packed[4];
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    const float* two = &o[4 * (j + k) + 2 * i];
-                    packed[k] = pack_items(two[0] * scale[i], two[1] * scale[i]);
-                }
+                uint32_t packed[4] = {pack(j), pack(j + 1), pack(j + 2), pack(j + 3)};
                 transpose_quad(packed, t);
-                if (here[i]) to[j] = {packed[0], packed[1], packed[2], packed[3]};
+                if (here) to[j] = {packed[0], packed[1], packed[2], packed[3]};
+            }
+        } else if (here) {
+#pragma unroll
+            for (int j = 0; j < 32; ++j) {
+                const uint32_t packed = pack(j);
+                out[8 * j + 2 * t] = bf16(packed);
+                out[8 * j + 2 * t + 1] = bf16(packed >> 16);
             }
         }
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (!here[i]) continue;
-#pragma unroll
-        for (int j = 0; j < 32; ++j) {
-            const float* two = &o[4 * j + 2 * i];
-            const uint32_t packed = pack_items(two[0] * scale[i], two[1] * scale[i]);
-            bf16* to = out[i] + 8 * j + 2 * t;
-            to[0] = bf16(packed);
-            to[1] = bf16(packed >> 16);
-        }
+        if (warpgroup == 0 && t == 0 && here) write_statistics(p, line.query, line.head, result);
     }
 }
 
