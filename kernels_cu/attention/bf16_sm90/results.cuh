@@ -1,7 +1,6 @@
 // Of bf16_sm90: the results of a work item.
 #pragma once
 #include "attention/bf16_sm90/scores.cuh"
-#include "rows/chunk.cuh"
 
 // A line's softmax over the tiles of both warpgroups.
 struct LineTotal {
