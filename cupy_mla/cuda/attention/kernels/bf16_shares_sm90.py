@@ -89,7 +89,6 @@ def work(problem: Problem, division: Any) -> Work:
 SLOWEST_ITEM, SLOWEST_CUT = 15, 5
 
 
-@lru_cache(maxsize=1024)
 def slowest_share(items: int, pairs: int, ctas: int) -> tuple[int, int, int]:
     """Items, pairs of tiles and ends within an item of the slowest of so many shares.
 
@@ -98,14 +97,25 @@ def slowest_share(items: int, pairs: int, ctas: int) -> tuple[int, int, int]:
     """
     alike = gcd(items, ctas)  # so many times the same shares come again
     item, rest = np.divmod(np.arange(0, items // alike * ctas + 1, items), ctas)
-    rest = rest * (ITEM_COST + PAIR_COST * pairs) // ctas - ITEM_COST
-    pair = (np.maximum(rest, 0) + PAIR_COST // 2) // PAIR_COST  # before which a share begins, as in shares.cuh
-    ended = pair > pairs - LEAST_SPLIT
-    item, pair = item + ended, np.where(ended, 0, pair)
-    cut = (pair > 0).astype(int)
-    begun, multiplied, cuts = np.diff(item) + cut[1:], np.diff(item) * pairs + np.diff(pair), cut[1:] + cut[:-1]
-    found = (SLOWEST_ITEM * begun + PAIR_COST * multiplied + SLOWEST_CUT * cuts).argmax()
-    return int(begun[found]), int(multiplied[found]), int(cuts[found])
+    pair_of, before, until = _within(pairs, ctas)
+    took = (item[1:] - item[:-1]) * (SLOWEST_ITEM + PAIR_COST * pairs) + until[rest[1:]] - before[rest[:-1]]
+    share = int(took.argmax())
+    first, last = int(item[share]), int(item[share + 1])
+    begin, end = int(pair_of[rest[share]]), int(pair_of[rest[share + 1]])
+    multiplied = (last - first) * pairs + end - begin
+    return last - first + (end > 0) - (begin == pairs), multiplied, (0 < begin < pairs) + (0 < end < pairs)
+
+
+@lru_cache(maxsize=64)
+def _within(pairs: int, ctas: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of shares that begin or end so many `ctas`-ths of an item's cost behind its begin: before which pair, as in
+    shares.cuh; the time of an item that a share is spared which begins there, and that of one which ends there."""
+    cost = np.arange(ctas) * (ITEM_COST + PAIR_COST * pairs) // ctas
+    pair = np.minimum((np.maximum(cost - ITEM_COST, 0) + PAIR_COST // 2) // PAIR_COST, pairs)
+    ends = [pair == 0, pair == pairs]
+    whole = SLOWEST_ITEM + PAIR_COST * pairs
+    before = np.select(ends, [0, whole], PAIR_COST * pair - SLOWEST_CUT)
+    return pair, before, np.select(ends, [0, whole], SLOWEST_ITEM + PAIR_COST * pair + SLOWEST_CUT)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
