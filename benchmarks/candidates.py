@@ -6,9 +6,10 @@ python benchmarks/candidates.py [--seconds N] [--only REGEX]
 made with it. Sizes are drawn in rounds, one for each group and number of heads, so that a run that ends early has all
 of them. Groups:
 
-    V32, V4, bf16           decode of 1 to 264 query tokens, mostly of 2048 rows (V4: 128 of the window, and others)
+    V32, V4, bf16           decode of 1 to 264 query tokens, mostly of 2048 rows (V4: 128 of the window, alone and with
+                            the compressed rows that its layers have)
     V32 ragged, ...         the same, with a length for each request
-    prefill                 1 to 264 queries
+    prefill                 1 to 330 queries
     large prefill           1024 to 3072 queries; random lists, lists with locality, lengths, or a prompt's first tokens
     portable                any of these on the kernel for all GPUs, in both its shapes
 
@@ -54,6 +55,7 @@ from cupy_mla.cuda.attention.kernels import (
     bf16_cluster_sm90,
     bf16_grouped_sm90,
     few_heads_sm90,
+    fp8_short_sm90,
     fp8_sm90,
     portable,
 )
@@ -61,7 +63,7 @@ from cupy_mla.cuda.attention.problem import Problem
 from cupy_mla.cuda.driver import MAX_CLUSTER
 from cupy_mla.cuda.paging import ceil_div
 
-LARGEST = 264  # query tokens of a small call
+LARGEST = {"decode": 264, "prefill": 330}  # query tokens of a small call
 TOKENS = 1 << 21  # of a cache
 ROWS = 32768  # of a prefill
 REPEATS = 6  # even, see harness.REPEATS
@@ -78,28 +80,37 @@ Way = tuple[str, Division]  # a kernel and a division
 # --- sizes ----------------------------------------------------------------------------------------------------
 
 
-def tokens(rng: random.Random, turn: int, start: float) -> int:
+def tokens(kind: str, turn: int, start: float) -> int:
     """A number of query tokens; those of successive turns are spread evenly, half of them over the small ones."""
     u = (start + turn * FOLDED) % 1
-    return round(math.exp(math.log(40) * u * 2)) if u < 0.5 else 1 + int(LARGEST * (2 * u - 1))
+    most = LARGEST["prefill" if "prefill" in kind else "decode"]
+    return round(math.exp(math.log(40) * u * 2)) if u < 0.5 else 1 + int(most * (2 * u - 1))
+
+
+def v4_rows(rng: random.Random, h: int) -> tuple[int, int]:
+    """Of the window and of the compressed cache."""
+    usual, u = (128, 1024 if h > 64 else 512), rng.random()
+    if u < 0.45:
+        return usual
+    if u < 0.65:  # layers without compressed rows, and those that have one for 128 tokens
+        return 128, 64 * rng.randint(0, 2)
+    return (64 * rng.randint(1, 32), 0) if u < 0.75 else (128, 64 * rng.randint(1, 30))
 
 
 def decode_row(rng: random.Random, kind: str, h: int, n: int) -> Row:
     ragged = kind.endswith("ragged")
-    b, s_q = (n // 2, 2) if n % 2 == 0 and rng.random() < 0.3 else (n, 1)
-    topk = USUAL if rng.random() < 0.6 else 64 * rng.randint(1, 32)
-    extra = 0
+    s_q = rng.choice([of for of in (2, 3) if n % of == 0] or [1]) if rng.random() < 0.3 else 1
+    b = n // s_q
+    topk, extra = USUAL if rng.random() < 0.6 else 64 * rng.randint(1, 32), 0
     if kind.startswith("V4"):
-        topk, extra = 128, 1024 if h > 64 else 512
-        if rng.random() < 0.4:
-            topk, extra = (64 * rng.randint(1, 32), 0) if rng.random() < 0.3 else (128, 64 * rng.randint(1, 30))
+        topk, extra = v4_rows(rng, h)
     return {"kind": kind, "h": h, "b": b, "s_q": s_q, "topk": topk, "extra_topk": extra, "lengths": int(ragged)}
 
 
 def prefill_row(rng: random.Random, kind: str, h: int, n: int) -> Row:
     large = kind.startswith("large")
     n = 64 * rng.randint(16, 48) if large else n
-    topk = USUAL if rng.random() < 0.6 else 64 * rng.randint(2, 32)
+    topk = USUAL if rng.random() < 0.4 else 64 * rng.randint(2, 32)
     chosen = rng.choice(("random", "local", "lengths", "causal") if large else ("random", "random", "lengths"))
     return {"kind": kind, "h": h, "d_qk": rng.choice((576, 512)), "s_q": n, "topk": topk, "lists": chosen}
 
@@ -112,11 +123,11 @@ def drawn(rng: random.Random) -> Iterator[Row]:
             for kind in ("V32", "V32 ragged", "V4", "V4 ragged", "bf16", "bf16 ragged", "prefill", "large prefill"):
                 if kind == "large prefill" and turn % 2 == HEADS.index(h) % 2:
                     continue
-                heads = rng.choice(OTHER_HEADS[h]) if rng.random() < 0.15 else h
-                n = tokens(rng, turn, starts.setdefault((kind, h), rng.random()))
+                heads = rng.choice(OTHER_HEADS[h]) if rng.random() < 0.2 else h
+                n = tokens(kind, turn, starts.setdefault((kind, h), rng.random()))
                 yield (prefill_row if "prefill" in kind else decode_row)(rng, kind, heads, n)
         kind = rng.choice(("V32", "V4", "bf16", "V32", "prefill"))
-        n = tokens(rng, turn, starts.setdefault("portable", rng.random()))
+        n = tokens(kind, turn, starts.setdefault("portable", rng.random()))
         row = (prefill_row if "prefill" in kind else decode_row)(rng, kind, rng.choice(HEADS), n)
         for name in ("portable", "portable_99kb"):
             yield {**row, "kernel": name}
@@ -155,6 +166,8 @@ def ways(rng: random.Random, p: Problem) -> Iterator[Way]:
                 yield from (("fp8_sm90", Teams(heads, n)) for n in some(rng, found, 3))
             found = [n for n in split_numbers(tiles, MAX_CLUSTER) if fits(heads, n, at_once)]
             yield from (("fp8_sm90", Clusters(heads, n, n)) for n in some(rng, found))
+    if fp8_short_sm90.serves(p):
+        yield from (("fp8_short_sm90", division) for division in some(rng, [*fp8_short_sm90.candidates(p)]))
     if not p.layout.scales_apart and (h <= 16 or items(32) <= sms):
         most = few_heads_sm90.block_heads(h)
         at_once = gpu.clusters_at_once(few_heads_sm90.cluster_kernel(most))

@@ -106,7 +106,7 @@ def complaining(who: str) -> Iterator[None]:
     """Print what a peer says when it cannot serve a call."""
     try:
         yield
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, AttributeError) as error:  # the last one: an operation that this version lacks
         print(f"{who}: {str(error)[:200]}", file=sys.stderr, flush=True)
 
 

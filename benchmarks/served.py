@@ -129,14 +129,17 @@ def contexts(b: int, longest: int) -> torch.Tensor:
 
 
 def input_sets(row: dict[str, Any]) -> list[Set]:
-    """Lists without an end of their own: lengths tell it, also where a request has no row of the extra cache yet."""
+    """Lists without an end of their own: lengths tell it, also where a request has no row of the extra cache yet.
+
+    The sets are a step's layers: they share lengths, as they share a schedule.
+    """
     extra = cache_of(row["extra_block"], 1) if row["extra_topk"] else None
     sets = decode_sets(
         row["h"], row["b"], row["s_q"], cache_of(row["block"], 0), row["topk"], slots=TOKENS, extra=extra,
         extra_topk=row["extra_topk"],
     )  # fmt: skip
+    tokens = contexts(row["b"], row["longest"])
     for s in sets:
-        tokens = contexts(row["b"], row["longest"])
         s["topk_length"] = tokens.clamp(max=WINDOW)
         if extra is not None:
             ratio = 4 if row["kind"] == "V4 c4a" else 128

@@ -1,11 +1,11 @@
-"""vLLM's engine on a small random DeepSeek-V3.2: its own attention and indexer against the plug-in's.
+"""vLLM's engine on small random models: its own attention and indexer against the plug-in's.
 
-    python benchmarks/vllm_engine.py PACK [--tensor-parallel 2] [--limit SECONDS] [--kernels-only]
+    python benchmarks/vllm_engine.py PACK [--tensor-parallel 2] [--limit SECONDS] [--kernels-only | --kernels-there]
 
 PACK is the folder that `get_vllm_new.sh` made: a vLLM and what it needs. First the kernels that the plug-in makes ready
 are compiled, by all cores, into CuPy's disk cache; `--kernels-only` ends then, and a later run finds them where
-ENGINE_CACHES says. Every engine runs in a process of its own; all start at the same time. While two of them are
-measured, the others are stopped:
+ENGINE_CACHES says (`--kernels-there`). Every engine runs in a process of its own; all start at the same time. While two
+of them are measured, the others are stopped:
 
 - tokens: greedy continuations of prompts of 7 to 3000 tokens, compared one by one under the same text: where ours
   chooses another token than stock, that counts as one apart, and it goes on from stock's text. `gap_apart` is the
@@ -35,6 +35,10 @@ measured, the others are stopped:
   `_one_gpu_alike`: ours without these two: sums in float32 (`vllm_float32_sums.py`), the kernel ALIKE for all batches.
 
 Engines of one layer can be compared token by token. With more layers rounding changes what later indexers choose.
+
+The models are DeepSeek-V3.2 and, where the name of a setting says so, DeepSeek-V3 (no indexer) and DeepSeek-V4 with one
+layer of each kind. V4, and GPUs that share rows, need TileLang and CuTe DSL, in whose place both engines have
+`vllm_stand_ins.py`. These have no engine in float32 beside them.
 """
 
 from __future__ import annotations
@@ -53,14 +57,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from configparser import ConfigParser
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -83,14 +87,17 @@ ALIKE = "bf16_sm90"
 TRAFFIC_REQUESTS, TRAFFIC_NEW_TOKENS, TRAFFIC_A_STEP, TRAFFIC_ROUNDS = 120, 24, 2, 3
 TRAFFIC_LENGTHS, TRAFFIC_SHARED = (20, 1500), 1024  # tokens of a prompt, and of the beginning of some
 MEASURING = 40  # seconds of the limit that starting leaves
+PATIENCE, GRACE = 120, 20  # seconds that an answer is waited for, and at the limit's end
 VARIANTS = ("stock", "ours", "float32")
 MOST_REQUESTS, MOST_TOKENS = 64, 4096  # of an engine; the latter of a batch and of a sequence
+V4_WINDOW, V4_BLOCK = 128, 256  # tokens
 
 
 class Setting(NamedTuple):
     """An engine.
 
     Attributes:
+        family: of the model: "V3.2", "V3" (dense) or "V4" (with `place` "override").
         mode: "graphs" (CUDA graphs of decodes), "compiled" (vLLM's default: torch.compile and all graphs) or "eager".
         place: CUPY_MLA_VLLM of the plug-in's process.
         speed: whether decode is timed.
@@ -98,7 +105,8 @@ class Setting(NamedTuple):
         speculation: tokens that are guessed for each decode.
         two_gpus: whether it is measured with tensor parallelism, too.
         sharing: GPUs that have parts of each request's rows (decode context parallelism), of those of tensor
-            parallelism; more than one: it is measured with that alone. vLLM's own indexer needs CuTe DSL for it.
+            parallelism; more than one: it is measured with that alone, and its decode is not timed, for
+            what stands in for CuTe DSL is slow. vLLM's engine over a bf16 cache has tensor parallelism alone.
     """
 
     cache: str
@@ -112,21 +120,34 @@ class Setting(NamedTuple):
     traffic: bool = False
     speculation: int = 0
     sharing: int = 1
+    family: str = "V3.2"
 
     def __str__(self) -> str:
         layers = "1 layer" if self.layers == 1 else f"{self.layers} layers"
         more = " prefix cache" * self.traffic + f" {self.speculation} guessed" * (self.speculation > 0)
         more += f" {self.sharing} GPUs share rows" * (self.sharing > 1)
-        return f"{self.cache} {self.heads} heads {layers} topk {self.topk} {self.mode}{more}"
+        family = "" if self.family == "V3.2" else f"DeepSeek-{self.family} "
+        topk = f" topk {self.topk}" * (self.topk > 0)
+        return f"{family}{self.cache} {self.heads} heads {layers}{topk} {self.mode}{more}"
 
     @property
     def model(self) -> str:
-        return f"h{self.heads}l{self.layers}k{self.topk}"
+        return f"{self.family}h{self.heads}l{self.layers}k{self.topk}"
 
     @property
     def compared(self) -> bool:
         """Whether tokens can be compared."""
-        return self.layers == 1 and not self.traffic
+        return (self.layers == 1 or self.family != "V3.2") and not self.traffic
+
+    @property
+    def has_exact(self) -> bool:
+        """Whether an engine in float32 is there to compare with."""
+        return self.compared and self.family == "V3.2" and self.mode != "compiled"
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether vLLM needs packages that are not there."""
+        return self.family == "V4" or self.sharing > 1
 
 
 def serving(setting: Setting, speculation: int = 0) -> Setting:
@@ -145,56 +166,62 @@ SETTINGS = (
     serving(Setting("fp8", 64, 1, 512, "graphs"), speculation=3),
     serving(Setting("auto", 64, 1, 512, "graphs")),
     serving(Setting("fp8", 64, 16, 2048, "graphs")),
-    Setting("fp8", 64, 1, 512, "graphs", sharing=2),
+    Setting("fp8", 64, 1, 512, "graphs", speed=False, sharing=2),
+    Setting("auto", 64, 1, 512, "graphs", speed=False, sharing=2),
+    Setting("fp8", 64, 1, 512, "eager", two_gpus=False),
+    Setting("auto", 64, 1, 512, "eager", two_gpus=False),
+    Setting("auto", 64, 2, 0, "graphs", two_gpus=False, family="V3"),
+    Setting("fp8", 64, 2, 0, "graphs", two_gpus=False, family="V3"),
+    Setting("auto", 16, 2, 0, "eager", two_gpus=False, family="V3"),
+    Setting("fp8", 64, 3, 512, "graphs", "override", two_gpus=False, family="V4"),
+    Setting("fp8", 64, 3, 512, "eager", "override", two_gpus=False, family="V4"),
 )
 
 
-def chosen_settings(parts: list[str], gpus: int) -> list[Setting]:
-    """Settings of so many GPUs whose name contains one of these."""
+def chosen_settings(parts: list[str], gpus: int, without: Sequence[str] = ()) -> list[Setting]:
+    """Settings of so many GPUs whose name contains one of these parts, and none of the others."""
     fit = [s for s in SETTINGS if (s.two_gpus and gpus % s.sharing == 0 if gpus > 1 else s.sharing == 1)]
+    fit = [s for s in fit if not any(part in str(s) for part in without)]
     return [s for s in fit if any(part in str(s) for part in parts)]
 
 
 # --- kernels --------------------------------------------------------------------------------------------------
 
 
-def layers_of(setting: Setting, gpus: int) -> Any:
-    """What the plug-in is told of an engine's layers, a `SparseMLAConfig`."""
+def layers_of(setting: Setting, gpus: int) -> list[Any]:
+    """What the plug-in is told of an engine's layers: a config of each kind."""
     from cupy_mla.integrations.vllm import warm
 
     guessing = SimpleNamespace(num_speculative_tokens=setting.speculation) if setting.speculation else None
     engine = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=MOST_REQUESTS, max_num_batched_tokens=MOST_TOKENS),
-        model_config=SimpleNamespace(max_model_len=MOST_TOKENS), speculative_config=guessing,
+        model_config=SimpleNamespace(
+            max_model_len=MOST_TOKENS, get_num_attention_heads=lambda parallel: setting.heads // gpus,
+            hf_config=SimpleNamespace(index_topk=setting.topk, sliding_window=V4_WINDOW),
+        ),
+        speculative_config=guessing, parallel_config=None,
     )  # fmt: skip
-    heads = setting.heads // gpus * min(setting.sharing, gpus)
-    return warm.layers_of(engine, heads, setting.topk, "v32_fp8" if "fp8" in setting.cache else "bf16", rope=True)
-
-
-def may_need(kernel: Any, layers: list[Any]) -> bool:
-    """Whether the warm-up of layers may load a kernel: it reads rows of theirs, if it reads rows of a cache at all."""
-    from cupy_mla.layouts import INDEXER_LAYOUTS
-
-    of = [*INDEXER_LAYOUTS, *(config.layout for config in layers)]
-    return "TOKEN_BYTES" not in kernel.defines or any(each.defines().items() <= kernel.defines.items() for each in of)
+    heads, fp8 = setting.heads // gpus * min(setting.sharing, gpus), "fp8" in setting.cache
+    if setting.family == "V4":
+        return warm.v4_layers_of(engine)
+    if setting.family == "V3":
+        return [warm.dense_layers_of(engine, heads, fp8)]
+    return [warm.layers_of(engine, heads, setting.topk, "v32_fp8" if fp8 else "bf16", rope=True)]
 
 
 def make_kernels(layers: list[Any]) -> None:
-    """Compile what such layers need into CuPy's disk cache. Their own warm-up then finds nearly all of it."""
-    from cupy_mla.cuda import all_kernels, driver
-    from cupy_mla.warmup import warmup
+    """Compile what such layers need into CuPy's disk cache, by all cores. Their own warm-up then finds it."""
+    from cupy_mla.selfcheck.warmup import kernels_of
 
-    began, capability = time.perf_counter(), driver.gpu(0).capability
-    kernels = [kernel for kernel in all_kernels() if kernel.suits(capability) and may_need(kernel, layers)]
-    if capability >= 90:
-        kernels = [kernel for kernel in kernels if "portable" not in kernel.file]
-    kernels.sort(key=lambda kernel: "attention/" not in kernel.file)  # what takes longest first
+    began = time.perf_counter()
+    loads: dict[Any, Future[Any]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda kernel: kernel.load(0), kernels))
-    print(f"{len(kernels)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    for config in layers:
-        warmup(config)
-    print(f"{len(layers)} kinds of layers ready in {time.perf_counter() - began:.0f} s", flush=True)
+        for kernel in itertools.chain.from_iterable(kernels_of(config, 0) for config in layers):
+            if kernel not in loads:
+                loads[kernel] = pool.submit(kernel.load, 0)
+    for load in loads.values():
+        load.result()
+    print(f"{len(loads)} kernels of {len(layers)} kinds of layers in {time.perf_counter() - began:.0f} s", flush=True)
 
 
 # --- an engine's process --------------------------------------------------------------------------------------
@@ -220,6 +247,11 @@ def serve(pipe: Connection, log: str, setting: Setting, variant: str, model: str
         pipe.send(None)
 
 
+def sharing_of(setting: Setting, variant: str, gpus: int) -> int:
+    """GPUs that share an engine's rows. vLLM's own attention on Hopper does that over FP8 rows alone."""
+    return 1 if variant == "stock" and "fp8" not in setting.cache else min(setting.sharing, gpus)
+
+
 def start(setting: Setting, variant: str, model: str, tensor_parallel: int) -> Any:
     from vllm import LLM
 
@@ -234,13 +266,16 @@ def start(setting: Setting, variant: str, model: str, tensor_parallel: int) -> A
     eager = setting.mode == "eager" or variant in ("float32", "alike")
     guessing: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": setting.speculation}
     guessing |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    v4 = setting.family == "V4"
     return LLM(
-        model, skip_tokenizer_init=True, max_model_len=MOST_TOKENS, max_num_batched_tokens=MOST_TOKENS,
-        max_num_seqs=MOST_REQUESTS, decode_context_parallel_size=min(setting.sharing, tensor_parallel),
-        kv_cache_dtype=setting.cache, block_size=64, enable_prefix_caching=setting.traffic, gpu_memory_utilization=0.04,
+        model, load_format="random" if v4 else "auto", skip_tokenizer_init=True, max_model_len=MOST_TOKENS,
+        max_num_batched_tokens=MOST_TOKENS, max_num_seqs=MOST_REQUESTS, tensor_parallel_size=tensor_parallel,
+        decode_context_parallel_size=sharing_of(setting, variant, tensor_parallel), kv_cache_dtype=setting.cache,
+        block_size=V4_BLOCK if v4 else 64, enable_prefix_caching=setting.traffic, gpu_memory_utilization=0.04,
         kv_cache_memory_bytes=setting.layers * KV_BYTES, enforce_eager=eager, seed=0, max_logprobs=2,
-        tensor_parallel_size=tensor_parallel, disable_custom_all_reduce=tensor_parallel > 1,
+        disable_custom_all_reduce=tensor_parallel > 1,
         **({} if eager else {"compilation_config": graphs}),
+        **({"kernel_config": {"enable_jit_warmup": False}} if v4 else {}),  # it would import TileLang
         **({"attention_backend": "CUSTOM"} if selected else {}),
         **({"speculative_config": guessing} if setting.speculation else {}),
     )  # fmt: skip
@@ -521,13 +556,21 @@ QUESTIONS = {
 # --- the measuring process ------------------------------------------------------------------------------------
 
 
+def answer_of(pipe: Connection, seconds: float) -> Any:
+    """What comes out of a pipe within so many seconds; None: nothing did."""
+    return pipe.recv() if pipe.poll(max(seconds, 0)) else None
+
+
 class Engine:
     """An engine in its process.
 
     Attributes:
+        until: when no answer is waited for any more, of all engines; `time.monotonic`'s.
         seconds: that starting it took; None: not yet.
         group: of its processes.
     """
+
+    until: ClassVar[float] = math.inf
 
     def __init__(self, folder: Path, setting: Setting, variant: str, tensor_parallel: int) -> None:
         self.name = f"{setting}, {variant}"
@@ -537,6 +580,7 @@ class Engine:
         place = {"ours": setting.place, "stock": "", "float32": "off", "alike": "custom"}[variant]
         # no process of its own for the scheduler: that would decode on while the other engine is being timed
         own = {"CUPY_MLA_VLLM": place, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        own["VLLM_STAND_INS"] = "1" if setting.stands_in else "0"
         if variant == "alike":
             own |= {"CUPY_MLA_KERNELS": ALIKE, "VLLM_FLOAT32_SUMS": "1"}
         self.process = multiprocessing.get_context("spawn").Process(
@@ -556,7 +600,12 @@ class Engine:
         self.pipe.send(question)
 
     def answer(self) -> Any:
-        answer = self.pipe.recv()
+        """What it says to the last question.
+
+        Raises:
+            RuntimeError: it failed, or says nothing for PATIENCE seconds or until `until`.
+        """
+        answer = answer_of(self.pipe, min(PATIENCE, self.until - time.monotonic()))
         if answer is None:
             raise RuntimeError(self.last_lines())
         return answer
@@ -871,8 +920,8 @@ def prepare(pack: Path, folder: Path) -> None:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cupy_mla\nVersion: 0\n")
     points = setup["options.entry_points"]["vllm.general_plugins"]
-    sums = "float32_sums = vllm_float32_sums:register"
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]{points}\n{sums}\n")
+    more = "float32_sums = vllm_float32_sums:register\nstand_ins = vllm_stand_ins:register"
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]{points}\n{more}\n")
     paths = [str(ROOT), str(ROOT / "benchmarks"), str(info.parent), os.environ["PYTHONPATH"]]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     sys.path.extend(paths[1:])  # vLLM's packages after the machine's own
@@ -881,10 +930,13 @@ def prepare(pack: Path, folder: Path) -> None:
 
 
 def restore_caches(pack: Path) -> None:
-    """What compilers and vLLM made elsewhere, if the pack has it (a minute less to start); where they are kept."""
+    """What compilers and vLLM made elsewhere, if the pack has it (a minute less to start); where they are kept.
+
+    Caches that are there already stay: other programs may be reading them.
+    """
     folder = Path(os.environ["ENGINE_CACHES"])
     folder.mkdir(parents=True, exist_ok=True)
-    if (pack / "caches.tar.xz").exists():
+    if (pack / "caches.tar.xz").exists() and not any(folder.iterdir()):
         shutil.unpack_archive(pack / "caches.tar.xz", folder)
     names = {
         "CUPY_CACHE_DIR": "cupy", "TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm",
@@ -893,16 +945,58 @@ def restore_caches(pack: Path) -> None:
     os.environ |= {name: str(folder / value) for name, value in names.items()}
 
 
-def keep(out: Path, here: Path) -> None:
-    """The caches, and one archive of the engines' logs, which are here."""
+def keep(out: Path, here: Path, caches: bool) -> None:
+    """The caches, if wanted, and one archive of the engines' logs, which are here."""
     folder = Path(os.environ["ENGINE_CACHES"])
-    shutil.rmtree(folder / "vllm" / "torch_compile_cache", ignore_errors=True)  # of models in this run's own folder
-    shutil.make_archive(str(out / "caches"), "xztar", folder)
+    if caches:
+        shutil.rmtree(folder / "vllm" / "torch_compile_cache", ignore_errors=True)  # of models in this run's own folder
+        shutil.make_archive(str(out / "caches"), "xztar", folder)
     logs = here / "logs"
     logs.mkdir()
     for log in (*here.glob("*.log"), *here.glob("kernels.txt")):
         shutil.copy(log, logs)
     shutil.make_archive(str(out / "logs"), "xztar", logs)
+
+
+def write_model(tiny: Any, folder: Path, setting: Setting) -> None:
+    """A setting's model: a checkpoint, or of V4 its configuration alone, whose weights vLLM makes up.
+
+    Args:
+        tiny: the pack's module that writes DeepSeek-V3.2.
+    """
+    import json
+
+    if setting.family == "V4":
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(v4_config(setting)))
+        return
+    tiny.write(folder, heads=setting.heads, topk=setting.topk or 512, layers=setting.layers)
+    if setting.family == "V3":
+        from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
+
+        config = json.loads((folder / "config.json").read_text())
+        kept = {name: value for name, value in config.items() if not name.startswith("index_")}
+        kept |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+        (folder / "config.json").write_text(json.dumps(kept))
+        weights = load_file(folder / "model.safetensors")
+        weights = {name: weight for name, weight in weights.items() if ".indexer." not in name}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def v4_config(setting: Setting) -> dict[str, Any]:
+    """Of a DeepSeek-V4 whose layers have the widths that kernels see; the rest is small."""
+    kinds = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+    return {
+        "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "dtype": "bfloat16",
+        "vocab_size": VOCABULARY, "hidden_size": 512, "moe_intermediate_size": 256, "q_lora_rank": 256,
+        "num_hidden_layers": setting.layers, "num_attention_heads": setting.heads, "num_key_value_heads": 1,
+        "head_dim": 512, "o_groups": 8, "o_lora_rank": 256, "sliding_window": V4_WINDOW,
+        "layer_types": [kinds[i % len(kinds)] for i in range(setting.layers)],
+        "mlp_layer_types": ["hash_moe"] + ["moe"] * (setting.layers - 1), "num_experts_per_tok": 2,
+        "n_routed_experts": 8, "n_shared_experts": 1, "topk_method": "noaux_tc", "hc_sinkhorn_iters": 2,
+        "index_n_heads": 64, "index_topk": setting.topk, "max_position_embeddings": 16384, "expert_dtype": "bf16",
+        "num_nextn_predict_layers": 0, "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
 
 
 def measure_all(
@@ -960,9 +1054,12 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that an engine is divided over")
     parser.add_argument("--limit", type=float, default=130, help="seconds after which nothing more is begun")
     parser.add_argument("--only", nargs="+", default=[""], help="settings whose name contains one of these")
+    parser.add_argument("--without", nargs="+", default=[], help="settings whose name contains none of these")
     parser.add_argument("--kernels-only", action="store_true", help="compile our kernels, and measure nothing")
+    parser.add_argument("--kernels-there", action="store_true", help="compile none: an earlier run did")
     options = parser.parse_args()
     deadline = time.monotonic() + options.limit
+    Engine.until = deadline + GRACE
     folder = Path(tempfile.mkdtemp(prefix="vllm_engine"))
     os.environ.setdefault("ENGINE_CACHES", str(folder / "caches"))
     out = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))
@@ -973,32 +1070,30 @@ def main() -> None:
     import tiny_v32  # type: ignore[import-not-found]
 
     several = options.tensor_parallel > 1
-    settings = chosen_settings(options.only, options.tensor_parallel)
-    layers = {layers_of(s, gpus) for s in settings for gpus in {1, options.tensor_parallel}}
-    maker = multiprocessing.get_context("spawn").Process(target=make_kernels, args=(sorted(layers, key=repr),))
-    maker.start()
-    maker.join()
-    print(f"kernels are there after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
-    if maker.exitcode:
-        raise SystemExit("the kernels could not be compiled")
+    settings = chosen_settings(options.only, options.tensor_parallel, options.without)
+    layers = {of for s in settings for gpus in {1, options.tensor_parallel} for of in layers_of(s, gpus)}
+    if not options.kernels_there:
+        maker = multiprocessing.get_context("spawn").Process(target=make_kernels, args=(sorted(layers, key=repr),))
+        maker.start()
+        maker.join()
+        print(f"kernels are there after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
+        if maker.exitcode:
+            raise SystemExit("the kernels could not be compiled")
     if options.kernels_only:
         return
 
-    def write_model(s: Setting) -> None:
-        tiny_v32.write(folder / s.model, heads=s.heads, topk=s.topk, layers=s.layers)
-
     with ThreadPoolExecutor() as pool:
-        list(pool.map(write_model, {s.model: s for s in settings}.values()))
+        list(pool.map(lambda s: write_model(tiny_v32, folder / s.model, s), {s.model: s for s in settings}.values()))
     since = f"{time.monotonic() - deadline + options.limit:.0f} s"
     print(f"models written after {since}", flush=True)
     engines: dict[tuple[Setting, str], Engine] = {}
     for setting in settings:
         for variant in VARIANTS:
-            if variant != "float32" or (setting.compared and not several and setting.mode != "compiled"):
+            if variant != "float32" or (setting.has_exact and not several):
                 engines[setting, variant] = Engine(folder, setting, variant, options.tensor_parallel)
             if variant != "float32" and several and setting.compared:
                 engines[setting, f"{variant} on one GPU"] = Engine(folder, setting, variant, 1)
-        if several and setting.compared and setting.cache == "auto":
+        if several and setting.compared and setting.cache == "auto" and setting.sharing == 1:
             engines[setting, "alike"] = Engine(folder, setting, "alike", options.tensor_parallel)
             engines[setting, "alike on one GPU"] = Engine(folder, setting, "alike", 1)
     up = set(started(list(engines.values()), deadline - MEASURING))
@@ -1013,7 +1108,7 @@ def main() -> None:
         stop(list(engines.values()))
     write(out, version("vllm"), options.tensor_parallel, [row for of in rows.values() for row in of])
     if "OUT" in os.environ:
-        keep(out, folder)
+        keep(out, folder, caches=not options.kernels_there)
     print(f"done after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -89,9 +88,11 @@ def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig | DenseMLAC
             )  # fmt: skip
 
 
+def show_progress(ready: int, known: int) -> None:
+    print(f"\r{ready} of {known} kernels are ready", end="" if ready < known else "\n", file=sys.stderr, flush=True)
+
+
 def run_warmup(options: argparse.Namespace) -> int:
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("cupy_mla").setLevel(logging.INFO)
     try:
         wanted = list(configs(options))
     except ValueError as error:
@@ -108,7 +109,7 @@ def run_warmup(options: argparse.Namespace) -> int:
     if missing:
         print(missing, file=sys.stderr)
         return report.WRONG
-    kernels = {kernel for config in wanted for kernel in warmup(config, device)}
+    kernels = {kernel for config in wanted for kernel in warmup(config, device, progress=show_progress)}
     print(f"{len(kernels)} kernels are compiled")
     return report.ALL_WELL
 

@@ -3,11 +3,12 @@ warming up need."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 from . import layouts
 from .checks.options import LARGEST_INT, require_bool, require_choice, require_integer
+from .checks.validate import MAX_HEADS
 from .typing import CacheLayout, DenseLayout, ModelKind, PagedLayout
 
 C4A, C128A = 4, 128  # compress ratios of V4: rows chosen by an indexer, and every complete row
@@ -15,6 +16,18 @@ C4A, C128A = 4, 128  # compress ratios of V4: rows chosen by an indexer, and eve
 # whose rows are chosen.
 RATIOS: dict[ModelKind | None, tuple[int, ...]] = {"v32": (1,), "v4": (1, C4A, C128A), "v41": (0, 1, 2)}
 CHOSEN: dict[ModelKind | None, tuple[int, ...]] = {"v32": (1,), "v4": (C4A,), "v41": (1, 2)}
+
+
+MAY_BE_0 = ("num_speculative_tokens", "compress_ratio", "mixed_below_heads", "max_image_tokens")
+
+
+def _require_integers(config: Any) -> None:
+    """Check the fields of a config that are integers: those of `MAY_BE_0` may be 0, all others are positive."""
+    for field in fields(config):
+        if field.type == "int":
+            most = MAX_HEADS if field.name == "num_heads" else None
+            value = require_integer(field.name, getattr(config, field.name), int(field.name not in MAY_BE_0), most)
+            object.__setattr__(config, field.name, value)
 
 
 def one_of(values: tuple[int, ...]) -> str:
@@ -84,14 +97,7 @@ class SparseMLAConfig:
     compressed_layout: PagedLayout | None = None
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("num_heads", 1, 128), ("d_qk", 1, None), ("d_v", 1, None), ("topk", 1, None), ("block_size", 1, None),
-            ("max_num_seqs", 1, None), ("max_num_batched_tokens", 1, None), ("max_model_len", 1, None),
-            ("num_speculative_tokens", 0, None), ("compress_ratio", 0, None), ("window", 1, None),
-            ("mixed_below_heads", 0, None), ("max_workspace_bytes", 1, None), ("max_image_tokens", 0, None),
-            ("kpool", 1, None),
-        ):  # fmt: skip
-            object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
+        _require_integers(self)
         require_bool("dense_when_short", self.dense_when_short)
         if self.max_num_seqs * (1 + self.num_speculative_tokens) > LARGEST_INT:
             raise ValueError(
@@ -107,18 +113,7 @@ class SparseMLAConfig:
         object.__setattr__(self, "model", kind)
         if self.is_v4 and self.d_qk != 512:
             raise ValueError(f"d_qk of a {'V4' if kind == 'v4' else 'V4.1'} model must be 512, got {self.d_qk}")
-        of_v41 = self.layout in layouts.OF_V41
-        if self.layout.scale_of_call or not (self.layout.told or of_v41):
-            why = "whose scale each call brings" if self.layout.scale_of_call else "which each call must name"
-            raise ValueError(f"cache_layout: layers have no {self.cache_layout!r}, {why}")
-        if (self.layout.quantized and self.layout.of_v4 != self.is_v4) or (of_v41 and kind != "v41"):
-            raise ValueError(f"cache_layout: models of kind {kind!r} have no caches {self.cache_layout!r}")
-        if self.compressed_layout is not None:
-            if not self.is_v4:
-                raise ValueError(f"compressed_layout: models of kind {kind!r} have no compressed caches")
-            beside = (self.layout, *layouts.EXTRA_OF.get(self.layout, ()))
-            name = f"compressed_layout beside cache_layout {self.cache_layout!r}"
-            require_choice(name, self.compressed_layout, (self.cache_layout, *layouts.names(beside)))
+        self._require_layouts(kind)
         if self.is_v4 and self.dense_when_short:
             raise ValueError(f"dense_when_short: layers of models of kind {kind!r} have no lists of all tokens")
         ratio = self.compress_ratio
@@ -132,6 +127,21 @@ class SparseMLAConfig:
                 raise ValueError(f"{field}: expected a multiple of kpool {self.kpool}, got {getattr(self, field)}")
         if self.block_size % self.tokens_per_row:
             raise ValueError(f"block_size: expected a multiple of compress_ratio {ratio}, got {self.block_size}")
+
+    def _require_layouts(self, kind: ModelKind) -> None:
+        """Check that models of this kind have caches of these layouts."""
+        of_v41 = self.layout in layouts.OF_V41
+        if self.layout.scale_of_call or not (self.layout.told or of_v41):
+            why = "whose scale each call brings" if self.layout.scale_of_call else "which each call must name"
+            raise ValueError(f"cache_layout: layers have no {self.cache_layout!r}, {why}")
+        if (self.layout.quantized and self.layout.of_v4 != self.is_v4) or (of_v41 and kind != "v41"):
+            raise ValueError(f"cache_layout: models of kind {kind!r} have no caches {self.cache_layout!r}")
+        if self.compressed_layout is not None:
+            if not self.is_v4:
+                raise ValueError(f"compressed_layout: models of kind {kind!r} have no compressed caches")
+            beside = (self.layout, *layouts.EXTRA_OF.get(self.layout, ()))
+            name = f"compressed_layout beside cache_layout {self.cache_layout!r}"
+            require_choice(name, self.compressed_layout, (self.cache_layout, *layouts.names(beside)))
 
     @property
     def layout(self) -> layouts.Layout:
@@ -236,11 +246,7 @@ class DenseMLAConfig:
     num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("num_heads", 1, 128), ("d_qk", 1, None), ("block_size", 1, None), ("max_num_seqs", 1, None),
-            ("max_model_len", 1, None), ("num_speculative_tokens", 0, None),
-        ):  # fmt: skip
-            object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
+        _require_integers(self)
         require_choice("cache_layout", self.cache_layout, layouts.names(layouts.DENSE_LAYOUTS))
         if self.layout.d_qk != self.d_qk:
             raise ValueError(f"d_qk of a {self.layout.name} cache must be {self.layout.d_qk}, got {self.d_qk}")

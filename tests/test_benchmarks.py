@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -942,35 +943,57 @@ def test_settings_of_one_gpu_and_of_several(module):
     assert {setting.sharing for setting in two} == {1, 2}
     assert {setting.speculation for setting in one} > {0}
     assert any(setting.traffic and setting.layers > 1 and setting.topk == 2048 for setting in one)
-    (shared,) = (setting for setting in two if setting.sharing == 2)
+    shared, bf16 = (setting for setting in two if setting.sharing == 2)
+    assert (shared.cache, bf16.cache) == ("fp8", "auto")
     assert program.layers_of(shared, 2) == program.layers_of(shared, 1), "each has the heads of both"
-    assert program.layers_of(shared._replace(sharing=1), 2).num_heads == 32
-    assert program.chosen_settings(["share rows"], 2) == [shared]
+    assert program.layers_of(shared._replace(sharing=1), 2)[0].num_heads == 32
+    assert program.chosen_settings(["share rows"], 2) == [shared, bf16]
+    assert program.chosen_settings(["share rows", "graphs"], 2, ["share", "auto"]) == two[:1]
+    assert [program.sharing_of(shared, variant, 2) for variant in ("ours", "stock")] == [2, 2]
+    assert [program.sharing_of(bf16, variant, 2) for variant in ("ours", "stock")] == [2, 1]
+    assert program.sharing_of(bf16, "ours", 1) == 1
 
 
-def test_kernels_that_layers_may_need(module):
-    """Those of other caches are not compiled."""
+def test_settings_of_other_models(module, tmp_path):
+    """Each is told by its name; DeepSeek-V4 has all kinds of layers, DeepSeek-V3 has no indexer."""
     pytest.importorskip("torch", reason="torch is not installed, which the plug-in imports")
-    from cupy_mla.cuda import all_kernels
-
     program = module("vllm_engine")
-    fp8, bf16 = (program.layers_of(program.Setting(cache, 64, 1, 512, "graphs"), 1) for cache in ("fp8_ds_mla", "auto"))
-    kernels = [kernel for kernel in all_kernels() if kernel.suits(90)]
+    of_v4 = program.chosen_settings(["DeepSeek-V4"], 1)
+    assert {setting.mode for setting in of_v4} == {"graphs", "eager"}
+    assert all(setting.compared and setting.stands_in and not setting.has_exact for setting in of_v4)
+    assert all(setting.place == "override" for setting in of_v4)
+    configs = program.layers_of(of_v4[0], 1)
+    assert [config.compress_ratio for config in configs] == [1, 4, 128]
+    assert {(config.num_heads, config.cache_layout) for config in configs} == {(64, "v4_fp8")}
+    written = program.v4_config(of_v4[0])
+    assert len(set(written["layer_types"])) == len(written["mlp_layer_types"]) == written["num_hidden_layers"] == 3
+    program.write_model(None, tmp_path / "v4", of_v4[0])
+    assert json.loads((tmp_path / "v4" / "config.json").read_text()) == written
+    dense = program.chosen_settings(["DeepSeek-V3 "], 1)
+    assert {setting.cache for setting in dense} == {"auto", "fp8"}
+    layouts = [program.layers_of(setting, 1)[0].cache_layout for setting in dense]
+    assert layouts == ["bf16" if setting.cache == "auto" else "plain_fp8" for setting in dense]
+    assert not any(setting in program.chosen_settings([""], 2) for setting in (*of_v4, *dense))
+    names = [str(setting) for setting in program.SETTINGS]
+    assert len(set(names)) == len(names)
 
-    def of(*layers):
-        return {repr(kernel) for kernel in kernels if program.may_need(kernel, list(layers))}
 
-    both = of(fp8, bf16)
-    assert of(fp8) < both < {repr(kernel) for kernel in kernels}
-    assert of(fp8) | of(bf16) == both
-    assert sum(name.startswith("attention/fp8_sm90") for name in of(fp8)) > 0
-    assert not any(name.startswith("attention/fp8_sm90") for name in of(bf16))
-    assert {name.split(".")[0] for name in both} >= {
-        "indexer/logits_sm90",
-        "indexer/topk",
-        "cache/pack",
-        "indices/convert",
-    }
+def test_kernels_of_all_layers_are_compiled_once(module, monkeypatch, capsys):
+    from cupy_mla.selfcheck import warmup
+
+    class Kernel:
+        def __init__(self):
+            self.loads = []
+
+        def load(self, device):
+            self.loads.append(device)
+
+    both, first, second = Kernel(), Kernel(), Kernel()
+    of = {"a": [both, first, both], "b": [second, both]}
+    monkeypatch.setattr(warmup, "kernels_of", lambda config, device: iter(of[config]))
+    module("vllm_engine").make_kernels(["a", "b"])
+    assert both.loads == first.loads == second.loads == [0]
+    assert "3 kernels of 2 kinds of layers" in capsys.readouterr().out
 
 
 def test_traffic_is_of_three_rounds(module):
@@ -1086,6 +1109,18 @@ def test_an_engine_that_fails_costs_no_other_settings_rows(module, monkeypatch):
     program.measure_all(engines, time.monotonic() + 100, 1, Path("kernels.txt"), rows)
     assert rows == {failing: [], other: [{"setting": str(other)}]}
     assert asked == [other, "kernels"]
+
+
+def test_an_engine_that_hangs_is_not_waited_for(module):
+    """An answer is there at once, or nothing comes within the time."""
+    answer_of = module("vllm_engine").answer_of
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send("its answer")
+    assert answer_of(ours, 5) == "its answer"
+    began = time.monotonic()
+    assert answer_of(ours, 0.05) is None
+    assert answer_of(ours, -1) is None
+    assert time.monotonic() - began < 5
 
 
 def test_time_that_overlaps_counts_once(module):

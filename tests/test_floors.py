@@ -214,11 +214,20 @@ HEADERS = {
         "attention/division",
     ),
     **{parts: ("ptx", "rows", "tile", "attention/division", "attention/role.cuh", parts) for parts in PARTS},
-    "attention": ("ptx", "rows", "tile", "attention/division", *PARTS, "attention"),
+    "attention/fp8_short_sm90": (
+        "ptx",
+        "rows",
+        "tile",
+        "attention/division",
+        "attention/fp8_sm90",
+        "attention/fp8_short_sm90",
+    ),
+    "attention": ("ptx", "rows", "tile", "attention/division", *PARTS, "attention/fp8_short_sm90", "attention"),
     "cache": ("ptx", "rows", "tile", "cache"),
     "indexer/topk": ("ptx", "rows", "tile", "indexer/order.cuh", "indexer/topk"),
+    "indexer/indexer_loss": ("ptx", "rows", "tile", "indexer/indexer_loss"),
     "indexer/logits_sm90": ("ptx", "rows", "tile", "indexer/keys.cuh", "indexer/schedule.cuh", "indexer/logits_sm90"),
-    "indexer": ("ptx", "rows", "tile", "indexer/topk", "indexer/logits_sm90", "indexer"),
+    "indexer": ("ptx", "rows", "tile", "indexer/topk", "indexer/indexer_loss", "indexer/logits_sm90", "indexer"),
     "indices": ("ptx", "rows", "tile", "indices"),
 }
 SIDEWAYS = {("indexer/gather_keys.cu", "cache/request_tokens.cuh")}  # a header of another folder on the same floor

@@ -148,35 +148,40 @@ class IndexerImpl:
             raise ValueError(
                 f"candidate_block_buffer: expected room for {tokens} tokens, got {candidates.shape[0]} rows"
             )
-        blocks = None if candidates is None else candidates.obj
         queries = _Queries(q.obj, w, kv_cache)
+        into = _Chosen(chosen.obj[:tokens], None if candidates is None else candidates.obj)
         if among_candidates:
-            self._select_among(metadata, queries, blocks, chosen.obj[:tokens])
-            return chosen.obj[:tokens]
-        places = 0 if metadata.decode is None else _places(metadata.decode)
-        rows = max((chunk.num_keys for chunk in metadata.prefill_chunks if not chunk.choose_all), default=0)
-        num_blocks = 0 if candidates is None else candidates.shape[1]
+            self._select_among(metadata, queries, into)
+        else:
+            self._select(metadata, queries, into, valid_counts)
+        return into.rows
+
+    def _select(self, metadata: IndexerMetadata, queries: _Queries, chosen: _Chosen, valid_counts: Any) -> None:
+        """Choose among all keys that query tokens see."""
+        decode, chunks, tokens = metadata.decode, metadata.prefill_chunks, len(chosen.rows)
+        places = 0 if decode is None else _places(decode)
+        rows = max((chunk.num_keys for chunk in chunks if not chunk.choose_all), default=0)
+        num_blocks = 0 if chosen.blocks is None else chosen.blocks.shape[1]
         keys, scales, pools, counts, *padded = self._scratch(rows, places, tokens, num_blocks)
-        into = _Chosen(chosen.obj if metadata.token_context_lens is None else pools, blocks)
-        if metadata.decode is not None:
-            end = metadata.num_decode_tokens
-            short = metadata.decode.short and not self._is_capturing
-            self._decode(metadata.decode, queries.part(slice(end)), into.part(slice(end)), padded, short)
-        for chunk in metadata.prefill_chunks:
+        into = chosen if metadata.token_context_lens is None else _Chosen(pools)
+        if decode is not None:
+            end = slice(metadata.num_decode_tokens)
+            short = decode.short and not self._is_capturing
+            self._decode(decode, queries.part(end), into.part(end), padded, short)
+        for chunk in chunks:
             part = chunk.tokens_slice
             self._prefill(chunk, queries.part(part), into.part(part), keys, scales)
         if metadata.num_prefills:  # tokens that pad the batch
-            last = metadata.prefill_chunks[-1].tokens_slice.stop if metadata.prefill_chunks else 0
+            last = chunks[-1].tokens_slice.stop if chunks else 0
             padding = into.part(slice(max(last, metadata.num_decode_tokens), tokens))
             padding.rows[...] = -1
             if padding.blocks is not None:
                 padding.blocks[...] = -1
         if metadata.token_context_lens is not None:
             expand_pools_and_append_tail(
-                pools, metadata.token_context_lens, self.config.kpool, out=chosen.obj[:tokens],
+                pools, metadata.token_context_lens, self.config.kpool, out=chosen.rows,
                 lens=counts if valid_counts is None else valid_counts,
             )  # fmt: skip
-        return chosen.obj[:tokens]
 
     @property
     def _is_capturing(self) -> bool:
@@ -201,15 +206,15 @@ class IndexerImpl:
             )
         return candidates
 
-    def _select_among(self, metadata: IndexerMetadata, queries: _Queries, blocks: Any, chosen: Any) -> None:
-        """Choose among the keys of candidate blocks; chosen [T, topk]."""
-        choose_all = self.config.max_index_keys <= self.config.topk or (metadata.short and not self._is_capturing)
-        if choose_all:
-            self._choose_all(metadata.seen, _Chosen(chosen))
+    def _select_among(self, metadata: IndexerMetadata, queries: _Queries, chosen: _Chosen) -> None:
+        """Choose among the keys of candidate blocks."""
+        if self.config.max_index_keys <= self.config.topk or (metadata.short and not self._is_capturing):
+            self._choose_all(metadata.seen, _Chosen(chosen.rows))
             return
         select_candidate_rows(
-            queries.q8, queries.kv_cache, queries.w, blocks[: len(chosen)], metadata.seen, metadata.req_id,
-            metadata.block_table, self.config.topk, max_workspace_bytes=self.config.max_workspace_bytes, out=chosen,
+            queries.q8, queries.kv_cache, queries.w, chosen.blocks[: len(chosen.rows)], metadata.seen, metadata.req_id,
+            metadata.block_table, self.config.topk, max_workspace_bytes=self.config.max_workspace_bytes,
+            out=chosen.rows,
         )  # fmt: skip
 
     def _decode(

@@ -8,17 +8,20 @@ so whatever is repeated has been checked.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar
 
 from .. import arrays
 from ..bridges import Comparison, library_of
+from ..cuda.kernel import Kernel
 from ..cuda.program import ALIGNMENT
 from .graph import launch_graph
 from .key import Key, Remembered, key_of, process_settings, sorted_by_type
-from .prepared import prepare
+from .prepared import kernels_of, prepare
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
@@ -83,6 +86,23 @@ def forget_calls() -> None:
     for calls in _every:
         calls.forget()
     launch_graph.cache_clear()
+
+
+_listed: ContextVar[dict[Kernel, None] | None] = ContextVar("_listed", default=None)
+
+
+@contextmanager
+def listing() -> Iterator[dict[Kernel, None]]:
+    """List kernels in a `with` block: calls of this thread over arrays on a GPU load and launch nothing, and return
+    None; the kernels that they would launch become keys of what `with` gives."""
+    for calls in _every:
+        calls.recents.clear()  # of which calls would be made
+    found: dict[Kernel, None] = {}
+    token = _listed.set(found)
+    try:
+        yield found
+    finally:
+        _listed.reset(token)
 
 
 def operation(function: Operation) -> Operation:
@@ -165,6 +185,11 @@ class Calls:
             named = {**dict(zip(self._positional, args, strict=False)), **kwargs}
             if all(named.get(result) is None for result in self._differentiable):
                 return in_graph(self._function.__name__)(*args, **kwargs)
+        listed = _listed.get()
+        if listed is not None and any(map(_on_gpu, values)):
+            names = (*self._positional[: len(args)], *kwargs)
+            listed.update(dict.fromkeys(kernels_of(self._function, names, values, len(kwargs))))
+            return None
         key: Key | None = None
         given = prepared = None
         if not arrays.CHECK_VALUES:  # the body does that

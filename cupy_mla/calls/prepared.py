@@ -1,13 +1,13 @@
 """Prepared calls: an operation's body run once for a key, and its program ready to run again with new addresses.
 
-The body gets descriptions of its arrays whose addresses are `Pointer`s, in a `CallPlace`: there results become slots
+The body gets descriptions of its arrays whose addresses are `Pointer`s, in a `CallPlace`: there results become buffers
 and the launcher's program is kept, so that nothing is allocated before all checks are done. `Prepared` is what this
 program comes to: the bytes of parameter structs between the fields that differ from run to run, and where those go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, repeat
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ import numpy as np
 from ..arrays import HOST, Array, aligned_up, arrays_in
 from ..bridges import Place, dense_strides, describe, place_at, require_apart
 from ..cuda import driver
-from ..cuda.program import Clear, Nonce, Plan, PlanField, Pointer, Program, Slot, Step, argument_slots
+from ..cuda.kernel import Kernel
+from ..cuda.program import Buffer, Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Step, argument_buffers
 from ..cuda.structs import picker
 from .graph import LaunchGraph, launch_graph
 from .key import Given, sorted_by_type
@@ -41,28 +42,30 @@ class CallPlace(Place):
         arrays: how many arrays the caller gave.
         results: the arrays that the call allocates and may return.
         given: the caller's arrays that the launcher got.
+        described: all of the caller's arrays.
     """
 
     program: Program
     arrays: int
     results: list[Array]
     given: list[Array]
+    described: Sequence[Array]
 
     @classmethod
     def at(cls, place: Place, arrays: int) -> CallPlace:
         """The place of a call whose arrays live at `place`."""
         made = tuple.__new__(cls, place)
-        made.program, made.arrays, made.results, made.given = (), arrays, [], []
+        made.program, made.arrays, made.results, made.given, made.described = (), arrays, [], [], []
         return made
 
     def new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        slot = Slot(name, self.arrays + len(self.results), shape, dtype)
-        array = Array(name, slot, self, dtype, shape, dense_strides(shape), Pointer(slot))  # type: ignore[arg-type]
+        buffer = Buffer(name, self.arrays + len(self.results), shape, dtype)
+        array = Array(name, buffer, self, dtype, shape, dense_strides(shape), Pointer(buffer))  # type: ignore[arg-type]
         self.results.append(array)
         return array
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        raise TypeError("a call on a GPU has results by `new`, and its launcher scratch memory by `Slot`")
+        raise TypeError("a call on a GPU has results by `new`, and its launcher scratch memory by `Buffer`")
 
     def call(self, launcher: Callable[..., Program], reference: Callable[..., None], *arguments: Any) -> None:
         """Keep the program of a launcher.
@@ -94,32 +97,54 @@ def prepare(
         the body looked at what an array holds, and not where one array has two names, for which another call may have
         two arrays.
     """
+    place, values, result, objs, addresses = _run(function, names, values, keywords, given)
+    ids = [*map(id, objs)]
+    for_others = len({*ids}) == len(ids) and True not in map(_READ, place.described)
+    prepared = Prepared(place, ids, values, result)
+    place.given, place.results, place.described = [], [], []  # what refers to itself is left to the garbage collector
+    return prepared, objs, addresses, for_others
+
+
+def kernels_of(
+    function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], keywords: int
+) -> Iterator[Kernel]:
+    """The kernels that a call would launch, in order. Nothing is loaded, allocated or launched.
+
+    Args:
+        function, names, values, keywords: as for `prepare`.
+    """
+    place, *_ = _run(function, names, values, keywords, None)
+    return (step.kernel for step in place.program if isinstance(step, Launch))
+
+
+def _run(
+    function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], keywords: int, given: Given | None
+) -> tuple[CallPlace, Sequence[Any], Any, Sequence[Any], list[int]]:
+    """Run an operation's body: the place, which has the program; the arguments with described arrays; what the body
+    returned; the arrays and their addresses. Arguments as for `prepare`."""
     numbers, library, arrays_of, _, _ = sorted_by_type(tuple(map(type, values)))
     names_of_arrays, objs = arrays_of(names), arrays_of(values)
-    slots, arrays = argument_slots(names_of_arrays), None
+    buffers, arrays = argument_buffers(names_of_arrays), None
     device = None if library is None else library.device_of(objs[0])
     if given is not None and library is not None and device not in (None, HOST):
         _, facts, addresses = given
-        place = CallPlace.at(place_at(library.name, device), len(slots))
-        arrays = library.described(names_of_arrays, objs, facts, place, [*map(Pointer, slots, repeat(0), addresses)])
+        place = CallPlace.at(place_at(library.name, device), len(buffers))
+        arrays = library.described(names_of_arrays, objs, facts, place, [*map(Pointer, buffers, repeat(0), addresses)])
     if arrays is None:  # one by one, which says what is wrong
         arrays = [*map(describe, names_of_arrays, objs)]
         addresses = [array.ptr for array in arrays]
         on_gpu = next(filter(_ON_GPU, map(_PLACE, arrays)))
         place = CallPlace.at(on_gpu, len(arrays))
-        for array, slot in zip(arrays, slots, strict=True):
-            array.ptr = Pointer(slot, 0, array.ptr)  # type: ignore[assignment]
+        for array, buffer in zip(arrays, buffers, strict=True):
+            array.ptr = Pointer(buffer, 0, array.ptr)  # type: ignore[assignment]
             array.place = place if array.place is on_gpu else array.place
+    place.described = arrays
     values = [*values]
     for number, array in zip(numbers, arrays, strict=True):
         values[number] = array
     by_place = len(values) - keywords
     result = function(*values[:by_place], **dict(zip(names[by_place:], values[by_place:], strict=True)))
-    ids = [*map(id, objs)]
-    for_others = len({*ids}) == len(ids) and True not in map(_READ, arrays)
-    prepared = Prepared(place, ids, values, result)
-    place.given, place.results = [], []  # whose place it is: what refers to itself is left to the garbage collector
-    return prepared, objs, addresses, for_others
+    return place, values, result, objs, addresses
 
 
 # An array: its number; bytes from its address to its first byte, and to that behind its last; its name.
@@ -132,14 +157,14 @@ def _apart(given: Sequence[Array]) -> list[tuple[_Span, int, list[_Span]]]:
     Args:
         given: what the launcher of a call got, results among it.
     """
-    given = [a for a in given if type(a.obj) is not Slot]
-    others: list[_Span] = [(a.ptr.slot.number, *a.extent(), a.name) for a in given]  # type: ignore[attr-defined]
+    given = [a for a in given if type(a.obj) is not Buffer]
+    others: list[_Span] = [(a.ptr.buffer.number, *a.extent(), a.name) for a in given]  # type: ignore[attr-defined]
     found = []
     for a, span in [*zip(given, others, strict=True)]:
         if a.written:
             others.remove(span)
             alike = a.may_be is not None and (a.shape, a.strides) == (a.may_be.shape, a.may_be.strides)
-            found.append((span, a.may_be.ptr.slot.number if alike else -1, [*others]))  # type: ignore[union-attr]
+            found.append((span, a.may_be.ptr.buffer.number if alike else -1, [*others]))  # type: ignore[union-attr]
     return found
 
 
@@ -217,7 +242,7 @@ class Prepared:
         picked: list[int] = []
         self._returned: list[Any] = []  # constants
         for leaf in result if type(result) is tuple else (result,):
-            if type(leaf) is Slot:
+            if type(leaf) is Buffer:
                 assert leaf.number is not None, "a body returns no scratch memory"
                 picked.append(leaf.number)
             elif id(leaf) in given:
@@ -235,7 +260,7 @@ class Prepared:
             scratch: the number of the scratch memory's address.
         """
         self._numbered = scratch
-        self._within: dict[Slot, int] = {}  # where slots start in the scratch memory
+        self._within: dict[Buffer, int] = {}  # where buffers start in the scratch memory
         self._more: list[Any] = []  # constants, and places for the items that a run computes
         self._nonces: list[int] = []
         self._derived: dict[tuple[int, int], int] = {}  # by the number of a start, and how many bytes from there
@@ -271,7 +296,7 @@ class Prepared:
     def _number(self, field: Any) -> int:
         """That of a field that differs from run to run."""
         if type(field) is Pointer:
-            start = field.slot.number
+            start = field.buffer.number
             if start is not None and not field.offset:
                 return start
         else:
@@ -282,15 +307,15 @@ class Prepared:
                 self._plans, self._plan_key = PlanMemory(self._library, self.device), field.key
                 self._ask = driver.runtime().streamIsCapturing
             return self._numbered + 1 + (field.name == "filled")
-        slot, offset = field.slot, field.offset
+        buffer, offset = field.buffer, field.offset
         if start is None:
             start = self._numbered
-            if slot not in self._within:
+            if buffer not in self._within:
                 self._scratch = scratch_memory(self._library, self.device)
                 self._ask = driver.runtime().streamIsCapturing
-                self._within[slot] = aligned_up(self._scratch_bytes)
-                self._scratch_bytes = self._within[slot] + slot.nbytes
-            offset += self._within[slot]
+                self._within[buffer] = aligned_up(self._scratch_bytes)
+                self._scratch_bytes = self._within[buffer] + buffer.nbytes
+            offset += self._within[buffer]
         if not offset:
             return start
         if (start, offset) not in self._derived:

@@ -20,7 +20,7 @@ from .attention.kernels.portable import LARGE, SMALL
 from .driver import Gpu
 from .kernel import PORTABLE, Kernel
 from .paging import ceil_div, pointer
-from .program import Launch, Program, Slot
+from .program import Buffer, Launch, Program
 from .row_sums import Lists, RowSums, from_token, lists_kernel, rows_kernel
 from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
 
@@ -101,9 +101,7 @@ def sm90_kernel(d_qk: int) -> Kernel:
     return Kernel("attention/backward_sm90.cu", BACKWARD, defines, archs=("90a",), target="90a")
 
 
-@cache
-def sinks_kernel() -> Kernel:
-    return Kernel("attention/backward_sinks.cu", SINKS, {})
+SINKS_KERNEL = Kernel("attention/backward_sinks.cu", SINKS, {})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -114,7 +112,7 @@ def kernels() -> Iterator[Kernel]:
             yield backward_kernel(d_qk, shape)
         yield sm90_kernel(d_qk)
         yield rows_kernel(d_qk, RANGE_ROWS)
-    yield sinks_kernel()
+    yield SINKS_KERNEL
 
 
 def sparse_prefill_backward(gpu: Gpu, a: PrefillBackward) -> Program:
@@ -122,7 +120,7 @@ def sparse_prefill_backward(gpu: Gpu, a: PrefillBackward) -> Program:
     s_q, h_q, _ = a.q.shape
     kernel, heads = chosen(gpu, a)
     blocks = ceil_div(h_q, heads)
-    terms = None if a.sink is None else Slot("sink terms", shape=(s_q, h_q), dtype=FLOAT32)
+    terms = None if a.sink is None else Buffer("sink terms", shape=(s_q, h_q), dtype=FLOAT32)
     lists = Lists(s_q, a.kv.shape[0], RANGE_ROWS, indices=a.indices, length=a.length)
     left = a.max_workspace_bytes - (0 if terms is None else terms.nbytes)
     sums = RowSums(lists, a.dkv, a.accumulate, blocks, left)
@@ -136,7 +134,7 @@ def sparse_prefill_backward(gpu: Gpu, a: PrefillBackward) -> Program:
         program += sums.add(first, queries)
     if terms is not None:
         params = SINKS(terms=terms.ptr, out=a.d_sink.ptr, out_stride=a.d_sink.strides[0], queries=s_q, heads=h_q)
-        program.append(Launch(sinks_kernel(), (ceil_div(h_q, 32), 1, 1), params))
+        program.append(Launch(SINKS_KERNEL, (ceil_div(h_q, 32), 1, 1), params))
     return program
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import NamedTuple
 
 from .. import dtypes
 from .kernel import Kernel
 from .logits import CANDIDATE_BLOCK
 from .paging import ceil_div
-from .program import Slot
+from .program import Buffer
 from .structs import INT32, INT64, POINTER, Struct
 
 BLOCK_SCORES = Struct(
@@ -21,16 +20,12 @@ BLOCK_SCORES = Struct(
 SCORES_OF_CTA = 256
 ALIGNED = 4  # scores of a row take a multiple of so many
 
-
-@cache
-def kernel() -> Kernel:
-    """The kernel."""
-    return Kernel("indexer/block_scores.cu", BLOCK_SCORES, {})
+KERNEL = Kernel("indexer/block_scores.cu", BLOCK_SCORES, {})
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield kernel()
+    yield KERNEL
 
 
 def ctas_of_row(blocks: int) -> int:
@@ -41,14 +36,14 @@ def ctas_of_row(blocks: int) -> int:
 class BlockScores(NamedTuple):
     """Scratch memory: scores of rows' blocks, and how many blocks rows have."""
 
-    scores: Slot
-    counts: Slot
+    scores: Buffer
+    counts: Buffer
 
     @classmethod
     def of(cls, rows: int, width: int) -> BlockScores:
         """For at most so many rows of logits."""
         stride = max(ceil_div(ceil_div(width, CANDIDATE_BLOCK), ALIGNED), 1) * ALIGNED
         return cls(
-            Slot("scores", shape=(rows, stride), dtype=dtypes.FLOAT32),
-            Slot("counts", shape=(rows,), dtype=dtypes.INT32),
+            Buffer("scores", shape=(rows, stride), dtype=dtypes.FLOAT32),
+            Buffer("counts", shape=(rows,), dtype=dtypes.INT32),
         )

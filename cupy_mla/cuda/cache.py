@@ -13,7 +13,7 @@ from . import structs
 from .driver import Gpu
 from .kernel import Kernel
 from .paging import call_scale, ceil_div, integers, pointer
-from .program import Clear, Launch, Program, Slot
+from .program import Buffer, Clear, Launch, Program
 from .structs import FLOAT, INT32, INT64, POINTER, Struct
 
 PACK = Struct(
@@ -108,7 +108,9 @@ def _pack(
         return ()
     size = cache.dtype.itemsize
     aligned = latent.aligned(16) and (rope is None or rope.aligned(16)) and (layout.quantized or cache.aligned(16))
-    zeros = Slot("no RoPE", shape=(layout.d_qk - D_V,), dtype=BFLOAT16) if rope is None and layout.rope_apart else None
+    zeros = (
+        Buffer("no RoPE", shape=(layout.d_qk - D_V,), dtype=BFLOAT16) if rope is None and layout.rope_apart else None
+    )
     params = PACK(
         latent=latent.ptr, rope=pointer(rope or zeros), cache=cache.ptr, slots=slots.ptr,
         latent_stride=latent.strides[0], rope_stride=rope.strides[0] if rope else 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 from ..arguments import C128aLists, CompressedSlots, Conversion
 from . import structs
@@ -26,24 +25,15 @@ C128A = Struct(
 
 SLOTS_TOKENS_PER_BLOCK = 256
 
-
-@cache
-def slots_kernel() -> Kernel:
-    """The kernel that maps tokens to the slots of the rows they own."""
-    defines = {"TOKENS_PER_BLOCK": SLOTS_TOKENS_PER_BLOCK}
-    return Kernel("indices/compressed_slots.cu", COMPRESSED_SLOTS, defines)
-
-
-@cache
-def c128a_kernel() -> Kernel:
-    """The kernel that lists every complete row of each token, a CTA a token."""
-    return Kernel("indices/c128a.cu", C128A, {})
+# Maps tokens to the slots of the rows they own.
+SLOTS_KERNEL = Kernel("indices/compressed_slots.cu", COMPRESSED_SLOTS, {"TOKENS_PER_BLOCK": SLOTS_TOKENS_PER_BLOCK})
+# Lists every complete row of each token, a CTA a token.
+C128A_KERNEL = Kernel("indices/c128a.cu", C128A, {})
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield slots_kernel()
-    yield c128a_kernel()
+    yield from (SLOTS_KERNEL, C128A_KERNEL)
 
 
 def compute_global_topk_indices_and_lens(gpu: Gpu, a: Conversion) -> Program:
@@ -61,7 +51,7 @@ def get_compressed_slot_mapping(gpu: Gpu, a: CompressedSlots) -> Program:
         owner=ownership(a.world_size, a.rank, a.interleave), slot_mapping=pointer(a.slot_mapping), out=a.out.ptr,
         size=size, ratio=a.compress_ratio,
     )  # fmt: skip
-    return [Launch(slots_kernel(), (ceil_div(size, SLOTS_TOKENS_PER_BLOCK), 1, 1), params)]
+    return [Launch(SLOTS_KERNEL, (ceil_div(size, SLOTS_TOKENS_PER_BLOCK), 1, 1), params)]
 
 
 def build_c128a_topk_metadata(gpu: Gpu, a: C128aLists) -> Program:
@@ -77,4 +67,4 @@ def build_c128a_topk_metadata(gpu: Gpu, a: C128aLists) -> Program:
         decode_width=decode.shape[1], prefill_width=prefill.shape[1], num_decode_tokens=a.num_decode_tokens,
         ratio=a.compress_ratio, most=a.max_compressed_tokens,
     )  # fmt: skip
-    return [Launch(c128a_kernel(), (tokens, 1, 1), params)]
+    return [Launch(C128A_KERNEL, (tokens, 1, 1), params)]

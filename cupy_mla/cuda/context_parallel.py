@@ -35,25 +35,10 @@ MERGE_RANKS = Struct(
 LENS_PER_BLOCK = 128
 ENTRIES_PER_BLOCK = 256
 
-
-@cache
-def local_lens_kernel() -> Kernel:
-    return Kernel("indices/local_lens.cu", LOCAL_LENS, {"LENS_PER_BLOCK": LENS_PER_BLOCK})
-
-
-@cache
-def localize_kernel() -> Kernel:
-    return Kernel("indices/localize.cu", LOCALIZE, {}, overlaps=True)
-
-
-@cache
-def globalize_kernel() -> Kernel:
-    return Kernel("indices/globalize.cu", GLOBALIZE, {"ENTRIES_PER_BLOCK": ENTRIES_PER_BLOCK}, overlaps=True)
-
-
-@cache
-def merge_topk_kernel() -> Kernel:
-    return Kernel("indexer/merge_topk.cu", MERGE_TOPK, {}, overlaps=True)
+LOCAL_LENS_KERNEL = Kernel("indices/local_lens.cu", LOCAL_LENS, {"LENS_PER_BLOCK": LENS_PER_BLOCK})
+LOCALIZE_KERNEL = Kernel("indices/localize.cu", LOCALIZE, {}, overlaps=True)
+GLOBALIZE_KERNEL = Kernel("indices/globalize.cu", GLOBALIZE, {"ENTRIES_PER_BLOCK": ENTRIES_PER_BLOCK}, overlaps=True)
+MERGE_TOPK_KERNEL = Kernel("indexer/merge_topk.cu", MERGE_TOPK, {}, overlaps=True)
 
 
 @cache
@@ -64,10 +49,7 @@ def merge_ranks_kernel(bf16: bool) -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield local_lens_kernel()
-    yield localize_kernel()
-    yield globalize_kernel()
-    yield merge_topk_kernel()
+    yield from (LOCAL_LENS_KERNEL, LOCALIZE_KERNEL, GLOBALIZE_KERNEL, MERGE_TOPK_KERNEL)
     for bf16 in (False, True):
         yield merge_ranks_kernel(bf16)
 
@@ -78,7 +60,7 @@ def local_seq_lens(gpu: Gpu, lens: Array, world_size: int, rank: int, interleave
     if requests == 0:
         return ()
     params = LOCAL_LENS(owner=ownership(world_size, rank, interleave), lens=lens.ptr, out=out.ptr, requests=requests)
-    return [Launch(local_lens_kernel(), (ceil_div(requests, LENS_PER_BLOCK), 1, 1), params)]
+    return [Launch(LOCAL_LENS_KERNEL, (ceil_div(requests, LENS_PER_BLOCK), 1, 1), params)]
 
 
 def localize_topk(
@@ -93,7 +75,7 @@ def localize_topk(
         positions_stride=positions.strides[0], out_stride=out.strides[0], width=width,
         aligned=int(positions.aligned(16)),
     )  # fmt: skip
-    return [Launch(localize_kernel(), (tokens, 1, 1), params)]
+    return [Launch(LOCALIZE_KERNEL, (tokens, 1, 1), params)]
 
 
 def globalize_topk(
@@ -115,7 +97,7 @@ def globalize_topk(
         out=out.ptr, logits_stride=logits.strides[0], positions_stride=positions.strides[0],
         values_stride=values.strides[0], out_stride=out.strides[0], keys=logits.shape[1], width=width,
     )  # fmt: skip
-    return [Launch(globalize_kernel(), (tokens, ceil_div(width, ENTRIES_PER_BLOCK), 1), params)]
+    return [Launch(GLOBALIZE_KERNEL, (tokens, ceil_div(width, ENTRIES_PER_BLOCK), 1), params)]
 
 
 def merge_topk(gpu: Gpu, values: Array, positions: Array, k: int, out: Array) -> Program:
@@ -128,7 +110,7 @@ def merge_topk(gpu: Gpu, values: Array, positions: Array, k: int, out: Array) ->
         values_token=values.strides[1], positions_rank=positions.strides[0], positions_token=positions.strides[1],
         out_stride=out.strides[0], ranks=ranks, width=width, k=k,
     )  # fmt: skip
-    return [Launch(merge_topk_kernel(), (tokens, 1, 1), params)]
+    return [Launch(MERGE_TOPK_KERNEL, (tokens, 1, 1), params)]
 
 
 def merge_attention(gpu: Gpu, outs: Array, lses: Array, sink: Array | None, out: Array, lse: Array) -> Program:

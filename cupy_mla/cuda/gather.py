@@ -45,17 +45,15 @@ def tail_kernel(layout: Layout) -> Kernel:
     return Kernel("cache/gather_tail.cu", GATHER_TAIL, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
-@cache
-def concat_kernel() -> Kernel:
-    """The kernel that concatenates the two parts of queries."""
-    return Kernel("cache/concat_q.cu", CONCAT_Q, {**BF16_576.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
+# Concatenates the two parts of queries.
+CONCAT_KERNEL = Kernel("cache/concat_q.cu", CONCAT_Q, {**BF16_576.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     yield from map(gather_kernel, QUANTIZED_OF_V32)
     yield from map(tail_kernel, QUANTIZED_OF_V4)
-    yield concat_kernel()
+    yield CONCAT_KERNEL
 
 
 def cp_gather_and_upconvert_fp8_kv_cache(
@@ -117,7 +115,7 @@ def concat_mla_q(gpu: Gpu, ql_nope: Array, q_pe: Array, out: Array) -> Program:
         rope_t=q_pe.strides[0], rope_h=q_pe.strides[1], out_t=out.strides[0], out_h=out.strides[1], num_rows=rows,
         heads=heads, aligned=int(aligned),
     )  # fmt: skip
-    return [Launch(concat_kernel(), (ceil_div(rows, ROWS_PER_BLOCK), 1, 1), params)]
+    return [Launch(CONCAT_KERNEL, (ceil_div(rows, ROWS_PER_BLOCK), 1, 1), params)]
 
 
 def _blocks(gpu: Gpu, rows: int) -> int:

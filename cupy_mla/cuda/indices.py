@@ -39,17 +39,15 @@ def convert_kernel(staged: int) -> Kernel:
     return Kernel("indices/convert.cu", CONVERT, defines)
 
 
-@cache
-def slots_kernel() -> Kernel:
-    """The kernel that finds the slots of positions."""
-    return Kernel("indices/slots.cu", SLOTS, {"POSITIONS_PER_BLOCK": POSITIONS_PER_BLOCK})
+# Finds the slots of positions.
+SLOTS_KERNEL = Kernel("indices/slots.cu", SLOTS, {"POSITIONS_PER_BLOCK": POSITIONS_PER_BLOCK})
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for staged in (0, *STAGES):
         yield convert_kernel(staged)
-    yield slots_kernel()
+    yield SLOTS_KERNEL
 
 
 def convert_req_index_to_global_index(gpu: Gpu, a: Conversion) -> Program:
@@ -84,4 +82,4 @@ def slots_of(
         out=out.ptr, positions_stride=positions.strides[0], out_stride=out.strides[0], total=total,
         k=total // positions.shape[0],
     )  # fmt: skip
-    return [Launch(slots_kernel(), (ceil_div(total, POSITIONS_PER_BLOCK), 1, 1), params)]
+    return [Launch(SLOTS_KERNEL, (ceil_div(total, POSITIONS_PER_BLOCK), 1, 1), params)]

@@ -79,16 +79,15 @@ def logits_kernel(
     return Kernel("indexer/logits.cu", structs.LOGITS, defines, spill_bytes=SPILL_BYTES)
 
 
-@cache
-def schedule_kernel() -> Kernel:
-    """The kernel that makes a schedule of a paged cache. The next launch never starts before its end."""
-    defines = {**defines_of(INDEXER_FP8), "PAGED": 1, "ALIGNED": 1, "CANDIDATES": 0}
-    return Kernel("indexer/schedule.cu", SCHEDULE, defines)
+# Makes a schedule of a paged cache. The next launch never starts before its end.
+SCHEDULE_KERNEL = Kernel(
+    "indexer/schedule.cu", SCHEDULE, {**defines_of(INDEXER_FP8), "PAGED": 1, "ALIGNED": 1, "CANDIDATES": 0}
+)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield schedule_kernel()
+    yield SCHEDULE_KERNEL
     for aligned in (True, False):
         for mxfp4, widen in ((False, False), (True, False), (True, True)):
             yield quantize_kernel(aligned, mxfp4, widen)
@@ -160,7 +159,7 @@ def paged_indexer_schedule(
         requests=lens.shape[0], queries=lens.shape[1] if len(lens.shape) == 2 else 1, width=max_context_len,
         all_chosen=0, out=out.ptr, out_stride=out.strides[0],
     )  # fmt: skip
-    return [Launch(schedule_kernel(), (out.shape[0], 1, 1), params)]
+    return [Launch(SCHEDULE_KERNEL, (out.shape[0], 1, 1), params)]
 
 
 def ragged_logits(gpu: Gpu, of: RaggedKeys, part: Part, compact_width: int | None = None) -> Program:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
 
 from ..arrays import Array
 from .driver import Gpu
@@ -20,16 +19,13 @@ WIDEN = Struct(
 )  # fmt: skip
 ROWS_PER_BLOCK = 32
 
-
-@cache
-def widen_kernel() -> Kernel:
-    """The kernel that widens rows to e4m3."""
-    return Kernel("indexer/widen_mxfp4.cu", WIDEN, {})
+# Widens rows to e4m3.
+WIDEN_KERNEL = Kernel("indexer/widen_mxfp4.cu", WIDEN, {})
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield widen_kernel()
+    yield WIDEN_KERNEL
 
 
 def widen_mxfp4(gpu: Gpu, codes: Array, scales: Array, weights: Array | None, values: Array, factors: Array) -> Program:
@@ -52,4 +48,4 @@ def widen_mxfp4(gpu: Gpu, codes: Array, scales: Array, weights: Array | None, va
         codes_outer=codes_outer, codes_inner=codes_inner, scales_outer=scales_outer, scales_inner=scales_inner,
         weights_outer=weights_outer, weights_inner=weights_inner, inner=inner,
     )  # fmt: skip
-    return [Launch(widen_kernel(), (ceil_div(rows, ROWS_PER_BLOCK), 1, 1), params)]
+    return [Launch(WIDEN_KERNEL, (ceil_div(rows, ROWS_PER_BLOCK), 1, 1), params)]

@@ -7,7 +7,7 @@ from functools import lru_cache
 from ..arrays import Array
 from ..dtypes import INT64
 from . import structs
-from .program import Slot
+from .program import Buffer
 from .structs import Packed
 
 
@@ -60,7 +60,7 @@ def lens_stride(context_lens: Array) -> int:
     return context_lens.strides[0] if len(context_lens.shape) == 2 else 0
 
 
-def pointer(array: Array | Slot | None) -> object:
+def pointer(array: Array | Buffer | None) -> object:
     """Where an array or scratch memory starts; null for one that is not there."""
     return 0 if array is None else array.ptr
 

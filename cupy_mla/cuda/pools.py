@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 from ..arguments import PooledKeys
 from ..arrays import Array
@@ -30,30 +29,17 @@ EXPAND_POOLS = Struct(
 
 TOKENS_PER_BLOCK = 8
 
-
-@cache
-def keys_kernel() -> Kernel:
-    """The kernel that makes keys of whole pools."""
-    return Kernel("indices/pool_keys.cu", POOL_KEYS, {"TOKENS_PER_BLOCK": TOKENS_PER_BLOCK})
-
-
-@cache
-def tail_kernel() -> Kernel:
-    """The kernel that keeps what later pools need."""
-    return Kernel("indices/pool_tail.cu", POOL_TAIL, {"TOKENS_PER_BLOCK": TOKENS_PER_BLOCK})
-
-
-@cache
-def expand_kernel() -> Kernel:
-    """The kernel that lists the tokens of chosen pools, a CTA a query token."""
-    return Kernel("indices/expand_pools.cu", EXPAND_POOLS, {})
+# Makes keys of whole pools.
+KEYS_KERNEL = Kernel("indices/pool_keys.cu", POOL_KEYS, {"TOKENS_PER_BLOCK": TOKENS_PER_BLOCK})
+# Keeps what later pools need.
+TAIL_KERNEL = Kernel("indices/pool_tail.cu", POOL_TAIL, {"TOKENS_PER_BLOCK": TOKENS_PER_BLOCK})
+# Lists the tokens of chosen pools, a CTA a query token.
+EXPAND_KERNEL = Kernel("indices/expand_pools.cu", EXPAND_POOLS, {})
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield keys_kernel()
-    yield tail_kernel()
-    yield expand_kernel()
+    yield from (KEYS_KERNEL, TAIL_KERNEL, EXPAND_KERNEL)
 
 
 def kpool_compress(gpu: Gpu, a: PooledKeys) -> Program:
@@ -75,7 +61,7 @@ def kpool_compress(gpu: Gpu, a: PooledKeys) -> Program:
         num_rings=num_rings,
     )  # fmt: skip
     grid = (ceil_div(tokens, TOKENS_PER_BLOCK), 1, 1)
-    return [Launch(keys_kernel(), grid, keys), Launch(tail_kernel(), grid, tail)]
+    return [Launch(KEYS_KERNEL, grid, keys), Launch(TAIL_KERNEL, grid, tail)]
 
 
 def expand_pools_and_append_tail(
@@ -89,4 +75,4 @@ def expand_pools_and_append_tail(
         pool=divisor(kpool), pools=pools, chosen=pool_ids.ptr, seq_lens=seq_lens.ptr, out=out.ptr, lens=lens.ptr,
         chosen_stride=pool_ids.strides[0], out_stride=out.strides[0],
     )  # fmt: skip
-    return [Launch(expand_kernel(), (tokens, 1, 1), params)]
+    return [Launch(EXPAND_KERNEL, (tokens, 1, 1), params)]

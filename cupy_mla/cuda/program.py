@@ -1,7 +1,7 @@
 """Programs: what a call does on the GPU, as a plain value. A launcher returns it, `cupy_mla.calls` runs it.
 
 A `Program` is a list of steps: launches of kernels and memory to be cleared. A step names memory by `Pointer`s, each a
-slot and an offset in bytes. A slot is an array argument, a result, or scratch memory of the call. So a program runs
+buffer and an offset in bytes. A buffer is an array argument, a result, or scratch memory of the call. So a program runs
 again with other addresses. A field of a parameter struct may be a `Nonce`, a number that every run has for itself, or
 say where a `Plan` lies, which several calls share.
 """
@@ -24,7 +24,7 @@ ALIGNMENT = 16  # bytes
 PLAN_BYTES = 4096  # of a plan
 
 
-class Slot:
+class Buffer:
     """Memory that a program works on: an argument, a result, or scratch.
 
     Attributes:
@@ -65,31 +65,31 @@ class Slot:
 
 
 @lru_cache(maxsize=1024)
-def argument_slots(names: tuple[str, ...]) -> tuple[Slot, ...]:
-    """The slots of a call's arrays."""
-    return tuple(Slot(name, number) for number, name in enumerate(names))
+def argument_buffers(names: tuple[str, ...]) -> tuple[Buffer, ...]:
+    """The buffers of a call's arrays."""
+    return tuple(Buffer(name, number) for number, name in enumerate(names))
 
 
 class Pointer:
-    """A place in a slot's memory: the slot, and how many bytes from its start.
+    """A place in a buffer's memory: the buffer, and how many bytes from its start.
 
     Attributes:
-        address: of the slot's start in the call that the program is made for; None for memory that it allocates, which
-            starts at a multiple of 256 bytes.
+        address: of the buffer in the call that the program is made for; None for memory that it allocates, which starts
+            at a multiple of 256 bytes.
     """
 
-    __slots__ = ("address", "offset", "slot")
-    slot: Slot
+    __slots__ = ("address", "buffer", "offset")
+    buffer: Buffer
     offset: int
     address: Any
 
-    def __init__(self, slot: Slot, offset: int = 0, address: Any = None) -> None:
-        self.slot = slot
+    def __init__(self, buffer: Buffer, offset: int = 0, address: Any = None) -> None:
+        self.buffer = buffer
         self.offset = offset
         self.address = address
 
     def __add__(self, nbytes: int) -> Pointer:
-        return Pointer(self.slot, self.offset + nbytes, self.address)
+        return Pointer(self.buffer, self.offset + nbytes, self.address)
 
     __radd__ = __add__
 
@@ -100,7 +100,7 @@ class Pointer:
         return ((self.address or 0) + self.offset) % nbytes
 
     def __repr__(self) -> str:
-        return f"{self.slot!r} + {self.offset}"
+        return f"{self.buffer!r} + {self.offset}"
 
 
 class Nonce:

@@ -12,7 +12,7 @@ from . import structs
 from .driver import Gpu
 from .kernel import Kernel
 from .paging import ceil_div
-from .program import Clear, Launch, Program, Slot
+from .program import Buffer, Clear, Launch, Program
 from .structs import INT64, POINTER, Struct
 
 TENSOR_QUANT = Struct(
@@ -41,7 +41,7 @@ def dynamic_per_batched_tensor_quant(gpu: Gpu, x: Array, codes: Array, scale: Ar
     """Twin of `reference.quant.dynamic_per_batched_tensor_quant`."""
     size = math.prod(x.shape)
     tiles = ceil_div(size, VALUES_PER_TILE)
-    state = Slot("state", shape=(2,), dtype=INT32)
+    state = Buffer("state", shape=(2,), dtype=INT32)
     params = TENSOR_QUANT(
         x=x.ptr, codes=codes.ptr, scale=scale.ptr, state=state.ptr, size=size, tiles=tiles,
         aligned=int(x.ptr % 16 == 0),

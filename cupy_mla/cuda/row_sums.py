@@ -15,7 +15,7 @@ from ..dtypes import BFLOAT16, FLOAT32
 from ..dtypes import INT32 as INTEGERS
 from .kernel import Kernel
 from .paging import ceil_div
-from .program import Launch, Slot
+from .program import Buffer, Launch
 from .structs import INT32, INT64, POINTER, Struct
 
 LISTS = Struct(
@@ -109,21 +109,21 @@ class RowSums:
         of_entry = 16 if of.places and of.indices is not None else 8  # lists, and what they are sorted by turns into
         of_token = bytes_of_token + topk * (blocks * width * BFLOAT16.itemsize + of_entry)
         of_token += 4 * (self._ranges + 2)
-        self._total: Slot | None = None  # float32 sums between chunks, where the gradient does not hold them
+        self._total: Buffer | None = None  # float32 sums between chunks, where the gradient does not hold them
         if gradient is not None and max_bytes < tokens * of_token and gradient.dtype != FLOAT32:
-            self._total = Slot("sums of rows", shape=(of.rows, width), dtype=FLOAT32)
+            self._total = Buffer("sums of rows", shape=(of.rows, width), dtype=FLOAT32)
             max_bytes -= self._total.nbytes
         self.step: int = max(1, min(tokens, max_bytes // of_token, MOST_ITEMS // max(topk * blocks, 1)))
         if self.step >= tokens:
             self._total = None
         lists = (self.step, topk)
-        self.contributions: Slot = Slot("contributions", shape=(*lists, blocks, width), dtype=BFLOAT16)
-        self.rows: Slot = Slot("rows", shape=lists, dtype=INTEGERS)
-        self.places: Slot = Slot("places in lists", shape=lists, dtype=INTEGERS)
-        self.counts: Slot = Slot("counts", shape=(self.step,), dtype=INTEGERS)
-        self._spare = Slot("rows, half sorted", shape=lists, dtype=INTEGERS)
-        self._spare_places = Slot("places, half sorted", shape=lists, dtype=INTEGERS)
-        self._starts = Slot("starts of ranges", shape=(self.step, self._ranges + 1), dtype=INTEGERS)
+        self.contributions: Buffer = Buffer("contributions", shape=(*lists, blocks, width), dtype=BFLOAT16)
+        self.rows: Buffer = Buffer("rows", shape=lists, dtype=INTEGERS)
+        self.places: Buffer = Buffer("places in lists", shape=lists, dtype=INTEGERS)
+        self.counts: Buffer = Buffer("counts", shape=(self.step,), dtype=INTEGERS)
+        self._spare = Buffer("rows, half sorted", shape=lists, dtype=INTEGERS)
+        self._spare_places = Buffer("places, half sorted", shape=lists, dtype=INTEGERS)
+        self._starts = Buffer("starts of ranges", shape=(self.step, self._ranges + 1), dtype=INTEGERS)
 
     def sort(self, first: int, tokens: int) -> Launch:
         """The sort of the lists of these tokens; those of ranges are written so."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 from ..arguments import CombinedLists, SwaWindows
 from ..arrays import Array
@@ -31,30 +30,17 @@ COMBINE_SWA = Struct(
 DECODE_TOKENS_PER_BLOCK = 8
 LENS_REQUESTS_PER_BLOCK = 128
 
-
-@cache
-def decode_kernel() -> Kernel:
-    """The kernel that lists decode tokens' windows."""
-    return Kernel("indices/swa_decode.cu", SWA_DECODE, {"TOKENS_PER_BLOCK": DECODE_TOKENS_PER_BLOCK})
-
-
-@cache
-def lens_kernel() -> Kernel:
-    """The kernel that counts the tokens prefills' windows reach."""
-    return Kernel("indices/gather_lens.cu", GATHER_LENS, {"REQUESTS_PER_BLOCK": LENS_REQUESTS_PER_BLOCK})
-
-
-@cache
-def combine_kernel() -> Kernel:
-    """The kernel that lists prefill tokens' compressed rows and windows, a CTA a token."""
-    return Kernel("indices/combine_swa.cu", COMBINE_SWA, {})
+# Lists decode tokens' windows.
+DECODE_KERNEL = Kernel("indices/swa_decode.cu", SWA_DECODE, {"TOKENS_PER_BLOCK": DECODE_TOKENS_PER_BLOCK})
+# Counts the tokens prefills' windows reach.
+LENS_KERNEL = Kernel("indices/gather_lens.cu", GATHER_LENS, {"REQUESTS_PER_BLOCK": LENS_REQUESTS_PER_BLOCK})
+# Lists prefill tokens' compressed rows and windows, a CTA a token.
+COMBINE_KERNEL = Kernel("indices/combine_swa.cu", COMBINE_SWA, {})
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield decode_kernel()
-    yield lens_kernel()
-    yield combine_kernel()
+    yield from (DECODE_KERNEL, LENS_KERNEL, COMBINE_KERNEL)
 
 
 def compute_swa_indices_and_lens(gpu: Gpu, a: SwaWindows) -> Program:
@@ -68,7 +54,7 @@ def compute_swa_indices_and_lens(gpu: Gpu, a: SwaWindows) -> Program:
         left=pointer(a.left_visible), right=pointer(a.right_visible), out=a.out.ptr, lens=a.lens.ptr,
         out_stride=a.out.strides[0], window=a.window_size, width=a.out.shape[1],
     )  # fmt: skip
-    return [Launch(decode_kernel(), (ceil_div(tokens, DECODE_TOKENS_PER_BLOCK), 1, 1), params)]
+    return [Launch(DECODE_KERNEL, (ceil_div(tokens, DECODE_TOKENS_PER_BLOCK), 1, 1), params)]
 
 
 def compute_prefill_gather_lens(
@@ -88,7 +74,7 @@ def compute_prefill_gather_lens(
         queries=queries(query_start_loc, seq_lens, 0), replay_start=pointer(replay_start), out=out.ptr,
         num_decodes=num_decodes, window=window_size,
     )  # fmt: skip
-    return [Launch(lens_kernel(), (ceil_div(prefills, LENS_REQUESTS_PER_BLOCK), 1, 1), params)]
+    return [Launch(LENS_KERNEL, (ceil_div(prefills, LENS_REQUESTS_PER_BLOCK), 1, 1), params)]
 
 
 def combine_topk_swa_indices(gpu: Gpu, a: CombinedLists) -> Program:
@@ -102,4 +88,4 @@ def combine_topk_swa_indices(gpu: Gpu, a: CombinedLists) -> Program:
         lens=a.lens.ptr, chosen_stride=a.topk_indices.strides[0], out_stride=a.out.strides[0], window=a.window_size,
         most=a.most, ratio=a.compress_ratio, topk=a.topk, rows=a.rows, compressed_rows=a.compressed_rows, width=width,
     )  # fmt: skip
-    return [Launch(combine_kernel(), (tokens, 1, 1), params)]
+    return [Launch(COMBINE_KERNEL, (tokens, 1, 1), params)]

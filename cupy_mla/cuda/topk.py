@@ -16,7 +16,7 @@ from .driver import PORTABLE_CLUSTER, Gpu
 from .kernel import PORTABLE, Kernel
 from .logits import CANDIDATE_BLOCK, Part, logits_of_candidates, paged_logits, ragged_logits
 from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
-from .program import Launch, Pointer, Program, Slot
+from .program import Buffer, Launch, Pointer, Program
 from .structs import INT32, INT64, POINTER, Packed, Struct
 
 TOPK = Struct(
@@ -150,15 +150,13 @@ def kernel(shape: Shape, bf16: bool) -> Kernel:
     )  # fmt: skip
 
 
-@cache
-def short_kernel() -> Kernel:
-    """The kernel for rows that have no more than k logits, which it does not read."""
-    return Kernel("indexer/short_rows.cu", TOPK, {"RESULTS": RESULTS_OF_CTA}, overlaps=True)
+# For rows that have no more than k logits, which it does not read.
+SHORT_KERNEL = Kernel("indexer/short_rows.cu", TOPK, {"RESULTS": RESULTS_OF_CTA}, overlaps=True)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield short_kernel()
+    yield SHORT_KERNEL
     for bf16, tables in ((False, FLOAT32_TABLES), (True, BF16_TABLES)):
         for shape in dict.fromkeys(shape for table in tables for widths in table for _, shape in widths.shapes):
             yield kernel(shape, bf16)
@@ -173,6 +171,11 @@ def choose(gpu: Gpu, rows: int, width: int, k: int, bf16: bool = False) -> tuple
     return _shape(tables.few if cluster == 1 else tables.clusters, rows, width, k, gpu.sms, cluster), cluster
 
 
+def cluster_kernel() -> Kernel:
+    """The variant that is asked how many clusters run at a time; a CTA of all `CLUSTERS` takes a whole SM."""
+    return kernel(CLUSTERS[0].shapes[0][1], False)
+
+
 def _cluster(gpu: Gpu, rows: int, width: int) -> int:
     """The CTAs of a row: as many as give each thread few logits, and as allow all clusters to run at a time.
 
@@ -180,7 +183,7 @@ def _cluster(gpu: Gpu, rows: int, width: int) -> int:
     """
     if gpu.capability < LEAST_CLUSTER_CAPABILITY or width <= LEAST_CLUSTER_WIDTH or 2 * rows > gpu.sms:
         return 1
-    at_once = gpu.clusters_at_once(kernel(CLUSTERS[0].shapes[0][1], False))  # one CTA an SM, as of all CLUSTERS
+    at_once = gpu.clusters_at_once(cluster_kernel())
     most_ctas = gpu.sms * 4 // 5 if width <= HELD_BY_ONE else gpu.sms
     cluster = PORTABLE_CLUSTER
     while cluster > 1 and (
@@ -246,56 +249,82 @@ def select_rows(
     block_size: int | None,
 ) -> Program:
     """Twin of `reference.topk.select_rows`."""
-    k, max_workspace_bytes, out, blocks = chosen
-    queries, keys = of.q8.shape[0], of.k8.shape[0]
-    stride = _padded(keys)
-    step = max(max_workspace_bytes // (4 * stride), 1)
-    workspace = Slot("logits", shape=(min(step, queries), stride), dtype=FLOAT32)
-    scratch = BlockScores.of(min(step, queries), keys)
+    keys = of.k8.shape[0]
     slots = NO_TABLE if table is None or block_size is None else block_table(table, block_size)
     program: list = []
-    for chunk in range(int(ceil_div(queries, step))):
-        first = chunk * step
-        rows = min(step, queries - first)
-        least = all_chosen(k, blocks)
-        if keys > least:  # else all keys are chosen, whatever their logits are
-            part = Part(first, rows, workspace.ptr, stride, clean=False, all_chosen=least)
-            program += ragged_logits(gpu, of, part)
+    for chunk in _chunks(chosen, of.q8.shape[0], 1, keys):
+        first = chunk.part.first
+        if keys > chunk.part.all_chosen:
+            program += ragged_logits(gpu, of, chunk.part)
         bounds = Bounds(_item(of.starts, first), _item(of.ends, first))
         requests = 0 if req_id is None else _item(req_id, first)
-        logits = Logits(workspace.ptr, stride, rows, keys, False, True)
-        program += choice(gpu, logits, bounds, k, _item(out, first), out.strides[0], slots, requests)
-        if blocks is not None:
-            program += block_choice(gpu, logits, bounds, scratch, blocks, first)
+        program += _choices(gpu, chunk, chosen, bounds, slots, requests)
     return program
 
 
 def select_rows_paged(gpu: Gpu, of: PagedKeys, chosen: Selection, max_context_len: int, slots: bool) -> Program:
     """Twin of `reference.topk.select_rows_paged`."""
-    k, max_workspace_bytes, out, blocks = chosen
     requests, n = of.q8.shape[0], of.q8.shape[1]
     if n == 0:
         return ()
-    stride = _padded(max_context_len)
-    step = max(max_workspace_bytes // (4 * stride * n), 1)
-    workspace = Slot("logits", shape=(min(step, requests) * n, stride), dtype=FLOAT32)
-    scratch = BlockScores.of(min(step, requests) * n, max_context_len)
     program: list = []
-    if step < requests:
-        of = of._replace(schedule=None)
-    for chunk in range(int(ceil_div(requests, step))):
-        first = chunk * step
-        count = min(step, requests - first)
-        least = all_chosen(k, blocks)
-        if max_context_len > least:  # else all keys are chosen, whatever their logits are
-            part = Part(first, count, workspace.ptr, stride, clean=False, all_chosen=least)
-            program += paged_logits(gpu, of, part, max_context_len)
+    for chunk in _chunks(chosen, requests, n, max_context_len):
+        first, size = chunk.part.first, chunk.part.size
+        if size < requests:
+            of = of._replace(schedule=None)
+        if max_context_len > chunk.part.all_chosen:
+            program += paged_logits(gpu, of, chunk.part, max_context_len)
         bounds = Bounds(0, _item(of.lens, first), lens_stride(of.lens), n)
-        to = block_table(of.table, of.cache.shape[1], first, count) if slots else NO_TABLE
-        logits = Logits(workspace.ptr, stride, count * n, max_context_len, False, True)
-        program += choice(gpu, logits, bounds, k, _item(out, first * n), out.strides[0], to)
-        if blocks is not None:
-            program += block_choice(gpu, logits, bounds, scratch, blocks, first * n)
+        to = block_table(of.table, of.cache.shape[1], first, size) if slots else NO_TABLE
+        program += _choices(gpu, chunk, chosen, bounds, to)
+    return program
+
+
+def select_candidate_rows(gpu: Gpu, of: CandidateKeys, chosen: Selection) -> Program:
+    """Twin of `reference.topk.select_candidate_rows`."""
+    tokens, candidates = of.candidates.shape
+    width = candidates * CANDIDATE_BLOCK
+    program: list = []
+    for chunk in _chunks(chosen, tokens, 1, width):
+        first = chunk.part.first
+        if width > chunk.part.all_chosen:
+            program += logits_of_candidates(gpu, of, chunk.part)
+        bounds = Bounds(0, _item(of.lens, first), in_blocks=True)
+        to_positions = block_table(of.candidates, CANDIDATE_BLOCK, first, chunk.part.size)
+        program += _choices(gpu, chunk, chosen, bounds, to_positions)
+    return program
+
+
+class Chunk(NamedTuple):
+    """Some of a call's queries, or of a paged cache its requests, whose logits have a workspace at the same time."""
+
+    part: Part
+    logits: Logits
+    scratch: BlockScores
+
+
+def _chunks(chosen: Selection, items: int, queries: int, width: int) -> Iterator[Chunk]:
+    """All items in turn, which have so many queries each and rows of so many logits."""
+    stride = _padded(width)
+    step = max(chosen.max_workspace_bytes // (4 * stride * queries), 1)
+    most = min(step, items) * queries
+    workspace, scratch = Buffer("logits", shape=(most, stride), dtype=FLOAT32), BlockScores.of(most, width)
+    least = all_chosen(chosen.k, chosen.blocks)
+    for first in range(0, items, step):
+        size = min(step, items - first)
+        part = Part(first, size, workspace.ptr, stride, clean=False, all_chosen=least)
+        yield Chunk(part, Logits(workspace.ptr, stride, size * queries, width, False, True), scratch)
+
+
+def _choices(
+    gpu: Gpu, chunk: Chunk, chosen: Selection, bounds: Bounds, table: Packed, requests: Pointer | int = 0
+) -> Program:
+    """The launches that choose a chunk's rows, and its blocks where these are asked for."""
+    logits, out = chunk.logits, chosen.out
+    first = chunk.part.first * (logits.rows // chunk.part.size)
+    program = [*choice(gpu, logits, bounds, chosen.k, _item(out, first), out.strides[0], table, requests)]
+    if chosen.blocks is not None:
+        program += block_choice(gpu, logits, bounds, chunk.scratch, chosen.blocks, first)
     return program
 
 
@@ -320,29 +349,9 @@ def block_choice(gpu: Gpu, logits: Logits, bounds: Bounds, scratch: BlockScores,
         aligned=int(logits.aligned),
     )  # fmt: skip
     return [
-        Launch(block_scores.kernel(), (rows * block_scores.ctas_of_row(blocks), 1, 1), params),
+        Launch(block_scores.KERNEL, (rows * block_scores.ctas_of_row(blocks), 1, 1), params),
         *choice(gpu, of_blocks, Bounds(0, scratch.counts.ptr), out.shape[1], _item(out, first), out.strides[0]),
     ]
-
-
-def select_candidate_rows(gpu: Gpu, of: CandidateKeys, chosen: Selection) -> Program:
-    """Twin of `reference.topk.select_candidate_rows`."""
-    k, max_workspace_bytes, out, _ = chosen
-    tokens, candidates = of.candidates.shape
-    width = candidates * CANDIDATE_BLOCK
-    stride = _padded(width)
-    step = max(max_workspace_bytes // (4 * stride), 1)
-    workspace = Slot("logits", shape=(min(step, tokens), stride), dtype=FLOAT32)
-    program: list = []
-    for first in range(0, tokens, step):
-        rows = min(step, tokens - first)
-        if width > k:  # else all candidates are chosen
-            program += logits_of_candidates(gpu, of, Part(first, rows, workspace.ptr, stride, clean=False))
-        logits = Logits(workspace.ptr, stride, rows, width, False, True)
-        bounds = Bounds(0, _item(of.lens, first), in_blocks=True)
-        to_positions = block_table(of.candidates, CANDIDATE_BLOCK, first, rows)
-        program += choice(gpu, logits, bounds, k, _item(out, first), out.strides[0], to_positions)
-    return program
 
 
 def choice(
@@ -365,7 +374,7 @@ def choice(
         width=width, k=k, queries=bounds.queries, aligned=int(logits.aligned), in_blocks=int(bounds.in_blocks),
     )  # fmt: skip
     if width <= k:
-        return [Launch(short_kernel(), (rows, ceil_div(k, RESULTS_OF_CTA), 1), params)]
+        return [Launch(SHORT_KERNEL, (rows, ceil_div(k, RESULTS_OF_CTA), 1), params)]
     shape, cluster = choose(gpu, rows, width, k, logits.bf16)
     return [Launch(kernel(shape, logits.bf16), (rows * cluster, 1, 1), params, cluster)]
 

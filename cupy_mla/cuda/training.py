@@ -17,7 +17,7 @@ from ..dtypes import INT32 as INTEGERS
 from .driver import Gpu
 from .kernel import Kernel
 from .paging import ceil_div, pointer
-from .program import Clear, Launch, Program, Slot, Step
+from .program import Buffer, Clear, Launch, Program, Step
 from .row_sums import Lists, RowSums, from_token, lists_kernel, ranges_kernel, rows_kernel
 from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
 
@@ -71,14 +71,8 @@ def lse_kernel(d_qk: int, heads: int) -> Kernel:
     return Kernel("attention/dense_lse.cu", LSE, {"D_QK": d_qk, "HEADS": heads})
 
 
-@cache
-def tokens_kernel() -> Kernel:
-    return Kernel("indexer/loss_tokens.cu", TOKENS, {})
-
-
-@cache
-def round_kernel() -> Kernel:
-    return Kernel("indexer/round_rows.cu", ROUND, {})
+TOKENS_KERNEL = Kernel("indexer/loss_tokens.cu", TOKENS, {})
+ROUND_KERNEL = Kernel("indexer/round_rows.cu", ROUND, {})
 
 
 @cache
@@ -87,9 +81,7 @@ def loss_kernel(heads: int, quantized: bool) -> Kernel:
     return Kernel("indexer/indexer_loss.cu", LOSS, {"HEADS": heads, "QUANTIZED": int(quantized)})
 
 
-@cache
-def sum_kernel() -> Kernel:
-    return Kernel("indexer/loss_sum.cu", SUM, {})
+SUM_KERNEL = Kernel("indexer/loss_sum.cu", SUM, {})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -98,15 +90,15 @@ def kernels() -> Iterator[Kernel]:
         for heads in TARGET_HEADS:
             yield target_kernel(d_qk, heads)
             yield lse_kernel(d_qk, heads)
-    yield tokens_kernel()
+    yield TOKENS_KERNEL
     yield lists_kernel(RANGE_KEYS, True)
     yield ranges_kernel(RANGE_KEYS)
-    yield round_kernel()
+    yield ROUND_KERNEL
     for heads in LOSS_HEADS:
         for quantized in (False, True):
             yield loss_kernel(heads, quantized)
     yield rows_kernel(D, RANGE_KEYS)
-    yield sum_kernel()
+    yield SUM_KERNEL
 
 
 def attention_target(gpu: Gpu, a: Target) -> Program:
@@ -155,16 +147,16 @@ def indexer_loss(gpu: Gpu, a: IndexerLoss) -> Program:
     """Twin of `reference.training.indexer_loss`."""
     (tokens, heads, _), topk, keys = a.q_index.shape, a.target.shape[1], a.k_index.shape[0]
     kernel, padded = _fitting(LOSS_HEADS, heads), ceil_div(topk, TILE_KEYS) * TILE_KEYS
-    divergences = Slot("divergences", shape=(tokens,), dtype=FLOAT32)
-    number = Slot("tokens that count", shape=(1,), dtype=INTEGERS)
+    divergences = Buffer("divergences", shape=(tokens,), dtype=FLOAT32)
+    number = Buffer("tokens that count", shape=(1,), dtype=INTEGERS)
     lists = Lists(tokens, keys, RANGE_KEYS, True, a.indices, a.length, a.starts, a.ends, a.counted)
     quantized = int(a.scale_format is not None)
     left = a.max_workspace_bytes - divergences.nbytes - number.nbytes - quantized * keys * ROUNDED_BYTES
     of_token = padded * (4 + 4 * quantized + kernel // 8) + quantized * heads * ROUNDED_BYTES
     sums = RowSums(lists, a.dk_index, a.accumulate, 1, left, of_token)
     scored = _Scored(a, sums.step)
-    scores = Slot("scores", shape=(sums.step, 1 + quantized, padded), dtype=FLOAT32)
-    bits = Slot("signs", shape=(sums.step, padded, kernel // 8), dtype=UINT8)
+    scores = Buffer("scores", shape=(sums.step, 1 + quantized, padded), dtype=FLOAT32)
+    bits = Buffer("signs", shape=(sums.step, padded, kernel // 8), dtype=UINT8)
     divisor = 0 if a.per_token else number.ptr
     program: list[Step] = []
     if not a.per_token:
@@ -173,7 +165,7 @@ def indexer_loss(gpu: Gpu, a: IndexerLoss) -> Program:
             params = TOKENS(
                 **_entries(a, topk), counted=pointer(a.counted), number=divisor, tokens=tokens, keys=keys
             )  # fmt: skip
-            program.append(Launch(tokens_kernel(), (ceil_div(tokens, WARPS), 1, 1), params))
+            program.append(Launch(TOKENS_KERNEL, (ceil_div(tokens, WARPS), 1, 1), params))
     program += scored.keys()
     for first in range(0, max(tokens, 1), sums.step):
         count = min(sums.step, tokens - first)
@@ -185,7 +177,7 @@ def indexer_loss(gpu: Gpu, a: IndexerLoss) -> Program:
             program.append(Launch(loss_kernel(kernel, bool(quantized)), (count, 1, 1), params))
         program += sums.add(first, count)
     params = SUM(divergences=divergences.ptr, number=divisor, out=a.loss.ptr, coeff=a.loss_coeff, tokens=tokens)
-    return [*program, Launch(sum_kernel(), (1, 1, 1), params)]
+    return [*program, Launch(SUM_KERNEL, (1, 1, 1), params)]
 
 
 class _Scored:
@@ -199,8 +191,8 @@ class _Scored:
     def __init__(self, a: IndexerLoss, step: int) -> None:
         self._a, self._heads = a, a.q_index.shape[1]
         rows = {"queries": step * self._heads, "keys": a.k_index.shape[0]}
-        self._values = {name: Slot(f"rounded {name}", shape=(n, D), dtype=BFLOAT16) for name, n in rows.items()}
-        self._scales = {name: Slot(f"scales of {name}", shape=(n,), dtype=FLOAT32) for name, n in rows.items()}
+        self._values = {name: Buffer(f"rounded {name}", shape=(n, D), dtype=BFLOAT16) for name, n in rows.items()}
+        self._scales = {name: Buffer(f"scales of {name}", shape=(n,), dtype=FLOAT32) for name, n in rows.items()}
 
     def keys(self) -> list[Launch]:
         """What rounds the keys; nothing where they stay."""
@@ -224,7 +216,7 @@ class _Scored:
             **source, values=self._values[name].ptr, scales=self._scales[name].ptr, rows=rows, least=floor,
             power_of_two=int(self._a.scale_format == "ue8m0"),
         )  # fmt: skip
-        return [Launch(round_kernel(), (ceil_div(rows, ROUND_ROWS), 1, 1), params)]
+        return [Launch(ROUND_KERNEL, (ceil_div(rows, ROUND_ROWS), 1, 1), params)]
 
     def fields(self, first: int) -> dict[str, object]:
         """What the loss's kernel is told of them, for the chunk that begins with this token."""

@@ -49,9 +49,13 @@ class TorchOperation:
         settings = {result.setting for result in operation.results}
         self._names = tuple(name for name in operation.parameters if name not in settings)
         self._given = tuple(name for name in self._results if name in operation.parameters)
-        self._parameters = tuple(name for name in self._names if name not in self._given)
+        # Arrays that may be left out and are written come first, without a default. torch 2.11 drops arguments at a
+        # call's end that are their defaults, and then looks for each written one by its place.
+        self._left_out = {n: None for n in self._names if n in operation.written and operation.is_optional(n)}
+        others = (name for name in self._names if name not in (*self._given, *self._left_out))
+        self._parameters = (*self._left_out, *others)
         self._scales = {name for name in self._names if operation.is_scale(name)}
-        self._like = next(name for name in self._parameters if operation.is_array(name))
+        self._like = next(n for n in self._parameters if operation.is_array(n) and n not in self._left_out)
         self._allocate = self._register(self.name, ())
         if self._given:
             self._write = self._register(f"{self.name}_out", self._given)
@@ -59,8 +63,7 @@ class TorchOperation:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) > len(self._names):
             raise TypeError(f"{self.name}() takes {len(self._names)} positional arguments, got {len(args)}")
-        arguments = dict(zip(self._names[: len(args)], args, strict=True))
-        arguments.update(kwargs)
+        arguments = {**self._left_out, **dict(zip(self._names[: len(args)], args, strict=True)), **kwargs}
         for name in self._scales:  # a number becomes an array of one
             if isinstance(arguments.get(name), (float, int)):
                 like = arguments[self._like]
@@ -126,10 +129,10 @@ class TorchOperation:
         letters = iter("abcdefgh")
         for name in self._parameters:
             if name in self._operation.written:
-                kind = f"Tensor({next(letters)}!){'?' if self._operation.is_optional(name) else ''}"
+                arguments.append(f"Tensor({next(letters)}!){'?' if name in self._left_out else ''} {name}")
             else:
-                kind = _kind(self._operation, name)
-            arguments.append(f"{kind} {name}{_default(self._operation.parameters[name])}")
+                default = _default(self._operation.parameters[name])
+                arguments.append(f"{_kind(self._operation, name)} {name}{default}")
         return f"({', '.join(arguments)}) -> ({', '.join(['Tensor'] * made)})"
 
 

@@ -10,6 +10,8 @@ import torch
 from ..config import DenseMLAConfig, SparseMLAConfig
 from ..warmup import warmup
 
+SECONDS = 3.0  # between two lines
+
 _ready: set[tuple[SparseMLAConfig | DenseMLAConfig, int]] = set()
 
 
@@ -17,7 +19,7 @@ def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device, logger: l
     """Make the kernels of such layers ready, unless that was done in this process. The CPU has none.
 
     Args:
-        logger: the engine's, which gets a line before and one behind.
+        logger: the engine's, which gets a line before, one behind, and one every few seconds in between.
     """
     if device.type != "cuda":
         return
@@ -31,6 +33,13 @@ def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device, logger: l
         if layers.has_compressed_rows:
             what += f", compressed {layers.compress_ratio}:1"
     logger.info("cupy_mla makes the kernels of %s ready, which takes minutes where they are not compiled yet", what)
-    start = time.perf_counter()
-    kernels = warmup(layers, number)
+    start = told = time.perf_counter()
+
+    def progress(ready: int, known: int) -> None:
+        nonlocal told
+        if time.perf_counter() > told + SECONDS:
+            told = time.perf_counter()
+            logger.info("cupy_mla: %d of %d kernels are ready", ready, known)
+
+    kernels = warmup(layers, number, progress=progress)
     logger.info("cupy_mla: %d kernels are ready after %.1f s", len(kernels), time.perf_counter() - start)

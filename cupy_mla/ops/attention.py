@@ -336,12 +336,19 @@ class Door(NamedTuple):
         """What it calls an argument."""
         return self.names.get(argument, argument)
 
-    def layout_of(self, cache: Array, among: Sequence[layouts.Layout] = layouts.ATTENTION_LAYOUTS) -> layouts.Layout:
-        """The layout of `k_cache`, which must agree with what is said of it."""
+    def check_cache(
+        self, cache: Array, q: Array, among: Sequence[layouts.Layout] = layouts.ATTENTION_LAYOUTS
+    ) -> tuple[layouts.Layout, tuple[int, int, int]]:
+        """The layout of `k_cache`, which must agree with what is said of it and fit q; and q's b, s_q and h_q."""
         layout = cache_layout(cache, among, asked=self.layout, asked_by=self.name("layout"))
         if self.is_fp8_kvcache is not None and self.is_fp8_kvcache != layout.quantized:
             raise ValueError(f"is_fp8_kvcache is {self.is_fp8_kvcache}, but k_cache has the layout {layout.name}")
-        return layout
+        b, s_q, h_q, d_qk = require_q(q, layout, "b", "s_q", "h_q", HEAD_DIMS).shape
+        require_heads(h_q)
+        if layout.d_qk != d_qk:
+            raise ValueError(f"k_cache: layout {layout.name} holds rows of {layout.d_qk}, q has d_qk {d_qk}")
+        require_cache(cache, layout)
+        return layout, (b, s_q, h_q)
 
     def extra_layout_of(self, extra: Array, main: layouts.Layout) -> layouts.Layout:
         """The layout of `extra_k_cache` beside a cache of layout `main`."""
@@ -385,12 +392,7 @@ def decode(
         attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache, **{extra_name: extra_indices},
         extra_topk_length=extra_topk_length, out=out, lse=lse,
     )  # fmt: skip
-    layout = door.layout_of(cache)
-    b, s_q, h_q, d_qk = require_q(q_, layout, "b", "s_q", "h_q", HEAD_DIMS).shape
-    require_heads(h_q)
-    if layout.d_qk != d_qk:
-        raise ValueError(f"k_cache: layout {layout.name} holds rows of {layout.d_qk}, q has d_qk {d_qk}")
-    require_cache(cache, layout)
+    layout, (b, s_q, h_q) = door.check_cache(cache, q_)
     idx.require(INT32, b, s_q, "topk")
     _require_optional(sink, length, h_q, b)
     extra_layout = layout
@@ -402,8 +404,6 @@ def decode(
             extra_length.require(INT32, b)
     q_scale = scale_of_q(place, q_, q_scale, door.name("q_scale"))
     k_scale = scale_of_rows(place, layout, k_scale, door.name("k_scale"))
-    if out_ is not None:
-        out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
     batch_invariant = require_bool("batch_invariant", batch_invariant)
     if num_splits is not None:
         num_splits = require_integer("num_splits", num_splits, 1, MAX_SPLITS)

@@ -16,7 +16,6 @@ from ..arrays import Array
 from ..bridges import Place, bind
 from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_scale
-from ..checks.validate import require_cache, require_heads
 from ..checks.values import check_blocks, check_lengths
 from ..cuda import driver
 from ..cuda.attention import dense as cuda
@@ -28,8 +27,8 @@ from ..dtypes import FLOAT32, INT32
 from ..layouts import D_V, DENSE_LAYOUTS, Layout
 from ..reference import dense as reference
 from ..typing import A, AnyArray, CallScale, DenseLayout
-from .attention import HEAD_DIMS, NO_DOOR, Door
-from .scales import require_q, scale_of_q, scale_of_rows
+from .attention import NO_DOOR, Door
+from .scales import scale_of_q, scale_of_rows
 
 __all__ = ["dense_decode"]
 
@@ -187,20 +186,13 @@ def decode(
         **{"q": q, "k_cache": k_cache, "block_table": block_table, door.name("seq_lens"): seq_lens}
     )
     sink, out_, lse_ = place.optional(attn_sink=attn_sink, out=out, lse=lse)
-    layout = door.layout_of(cache, DENSE_LAYOUTS)
-    b, s_q, h_q, d_qk = require_q(q_, layout, "b", "s_q", "h_q", HEAD_DIMS).shape
-    require_heads(h_q)
-    if layout.d_qk != d_qk:
-        raise ValueError(f"k_cache: layout {layout.name} holds rows of {layout.d_qk}, q has d_qk {d_qk}")
-    require_cache(cache, layout)
+    layout, (b, s_q, h_q) = door.check_cache(cache, q_, DENSE_LAYOUTS)
     table.require(INT32, b, "width")
     lens.require(INT32, b)
     if sink is not None:
         sink.require(FLOAT32, h_q)
     q_scale = scale_of_q(place, q_, q_scale, door.name("q_scale"))
     k_scale = scale_of_rows(place, layout, k_scale, door.name("k_scale"))
-    if out_ is not None:
-        out_.require(layout.values, b, s_q, h_q, D_V).require_writable()
     causal = require_bool("causal", sees.causal)
     window = 0 if sees.window is None else require_integer("window", sees.window, 1)
     batch_invariant = require_bool("batch_invariant", batch_invariant)

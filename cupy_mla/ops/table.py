@@ -104,6 +104,7 @@ class Operation:
             parameters.
         exact: whether the GPU and NumPy give the same bits, or agree to rounding.
         of_largest: by how much of a result's largest value they may differ besides, where the GPU rounds summands.
+        training: whether no model that serves calls it.
     """
 
     function: Callable[..., Any]
@@ -115,6 +116,7 @@ class Operation:
     writer: Callable[..., Any] | None = None
     exact: bool = True
     of_largest: float = 0.0
+    training: bool = False
 
     @property
     def name(self) -> str:
@@ -142,6 +144,13 @@ class Operation:
         if not self.layouts or set(self.layouts) & set(wanted.layouts):
             yield from self.examples(rng, wanted)
 
+    def arguments(self, call: Call, put: Callable[[np.ndarray], Any]) -> dict[str, Any]:
+        """Of a call, with copies of its arrays, made by `put`."""
+        return {
+            name: _copied(value, put, name in call.unaligned) if isinstance(value, np.ndarray) else value
+            for name, value in call.arguments.items()
+        }
+
     def run(self, call: Call, put: Callable[[np.ndarray], Any]) -> list[np.ndarray]:
         """Make a call on copies of its arrays.
 
@@ -151,10 +160,7 @@ class Operation:
         Returns:
             what it wrote and what it returned.
         """
-        arguments = {
-            name: _copied(value, put, name in call.unaligned) if isinstance(value, np.ndarray) else value
-            for name, value in call.arguments.items()
-        }
+        arguments = self.arguments(call, put)
         returned = self.function(**arguments)
         results = returned if isinstance(returned, tuple) else (returned,)
         written = [arguments.get(name) for name in self.written]
@@ -220,28 +226,44 @@ TABLE = (
         ),
         exact=False,
         of_largest=0.01,
+        training=True,
     ),
     Operation(
         training.attention_target,
         examples.target_calls,
         results=(Result("out", lambda q, indices, **_: (q.shape[0], indices.shape[2]), FLOAT32),),
         exact=False,
+        training=True,
     ),
     Operation(
         training.dense_attention_target,
         examples.dense_target_calls,
         results=(Result("out", lambda q, kv, **_: (q.shape[0], kv.shape[0]), FLOAT32),),
         exact=False,
+        training=True,
     ),
     Operation(
         training.dense_lse,
         examples.dense_lse_calls,
         results=(Result("out", lambda q, **_: q.shape[:2], FLOAT32),),
         exact=False,
+        training=True,
     ),
-    Operation(training.indexer_loss, examples.loss_calls, results=LOSS_RESULTS, exact=False, of_largest=0.01),
     Operation(
-        training.dense_indexer_loss, examples.dense_loss_calls, results=LOSS_RESULTS, exact=False, of_largest=0.01
+        training.indexer_loss,
+        examples.loss_calls,
+        results=LOSS_RESULTS,
+        exact=False,
+        of_largest=0.01,
+        training=True,
+    ),
+    Operation(
+        training.dense_indexer_loss,
+        examples.dense_loss_calls,
+        results=LOSS_RESULTS,
+        exact=False,
+        of_largest=0.01,
+        training=True,
     ),
     Operation(
         attention.sparse_decode,

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
 
 from ..bridges import Place, require_cupy
+from ..calls.operation import listing
 from ..checks.options import require_instance, require_integer
 from ..config import DenseMLAConfig, SparseMLAConfig
 from ..cuda import all_kernels, driver, logits, logits_sm90, topk
-from ..cuda.attention.kernels import dense_cluster_sm90, dense_combine, dense_fp8_sm90, dense_sm90, dense_whole_sm90
+from ..cuda.attention.kernels import (
+    bf16_cluster_sm90,
+    dense_cluster_sm90,
+    dense_combine,
+    dense_fp8_sm90,
+    dense_sm90,
+    dense_whole_sm90,
+    few_heads_sm90,
+    fp8_sm90,
+)
 from ..cuda.driver import Gpu
 from ..cuda.kernel import Kernel
 from ..cuda.paging import ceil_div
@@ -22,29 +34,31 @@ from ..metadata.compressed import compressed_list_width
 from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.cache import empty_cache
 from ..ops.dense import dense_decode
+from ..ops.examples import Wanted
 from ..ops.swa import combined_width, window_width
+from ..ops.table import TABLE
 from ..typing import DenseLayout, PagedLayout
 
 SM_SCALE = 1.0  # no kernel depends on it
 MOST_QUERIES = 2048  # no choice of a kernel depends on how many more there are
 EVERY_NUMBER = 300  # of queries up to this one may have a kernel of its own; from here on powers of two do
-THREADS = 8  # that compile
+MOST_THREADS = 16  # that compile
 DENSE = dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_fp8_sm90
 
 
-def warmup(config: SparseMLAConfig | DenseMLAConfig, device: int = 0) -> list[Kernel]:
+def warmup(
+    config: SparseMLAConfig | DenseMLAConfig, device: int = 0, *, progress: Callable[[int, int], None] | None = None
+) -> list[Kernel]:
     """Compile (or take from CuPy's disk cache) and load the kernels that layers of a config need, on one GPU.
 
-    Calls their operations once each, and attention at all small numbers of query tokens and every power of two up to
-    the config's maxima, with index lists without a valid entry, of V3.2's kind with and without lengths, and over all
-    rows of requests that have none. Which kernel runs depends on such numbers; whatever these calls load is ready
-    afterwards in this process, and on disk for others. Where layers have an indexer, every kernel is loaded that its
-    steps may run. Layers without one, of a `DenseMLAConfig`, need `dense_decode` alone. Uses a few hundred MB of GPU
-    memory for a moment, from a pool of its own.
+    These are `kernels_of`. Several are compiled at a time, by threads: NVRTC works without Python's lock, and threads
+    share what is loaded. Whatever is loaded is ready afterwards in this process, and on disk for others. Uses a few
+    hundred MB of GPU memory for a moment, from a pool of its own.
 
     Args:
         config: the layers and the engine's maxima.
         device: the GPU.
+        progress: is called when a kernel is ready, with how many are, and how many are known to be needed.
 
     Returns:
         the kernels loaded on that GPU, those of earlier calls included.
@@ -52,30 +66,72 @@ def warmup(config: SparseMLAConfig | DenseMLAConfig, device: int = 0) -> list[Ke
     Raises:
         TypeError, ValueError: an argument is none.
         RuntimeError: CuPy, a GPU or NVRTC is missing.
-    """
-    from concurrent.futures import ThreadPoolExecutor  # takes long to import
 
-    from ..ops.table import Wanted
-    from .cases import cases
+    Example:
+        >>> config = cupy_mla.SparseMLAConfig(128, cache_layout="v32_fp8")
+        >>> cupy_mla.warmup(config, progress=lambda ready, known: print(ready, "of", known))  # doctest: +SKIP
+    """
+    from concurrent.futures import Future, ThreadPoolExecutor, as_completed  # takes long to import
 
     if not isinstance(config, DenseMLAConfig):
         require_instance("config", config, SparseMLAConfig)
     device = require_integer("device", device, 0)
-    cupy = require_cupy("warmup")
-    memory = cupy.cuda.MemoryPool()  # ends with this call, and goes back to the driver
-    with cupy.cuda.Device(device), cupy.cuda.using_allocator(memory.malloc):
-        wanted = dense_kernels(driver.gpu(device), config.layout)
-        if isinstance(config, SparseMLAConfig):
-            for case in cases(np.random.default_rng(0), Wanted((config.layout, config.layout_of_compressed))):
-                if case.operation.function not in (sparse_decode, sparse_prefill, dense_decode):
-                    case.run(cupy.asarray)
-            _attention(cupy, config)
-            wanted += indexer_kernels(driver.gpu(device), config)
-        _dense(cupy, config)
-        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-            list(threads.map(lambda kernel: kernel.load(device), wanted))
-        cupy.cuda.Device(device).synchronize()
+    require_cupy("warmup")
+    loads: dict[Kernel, Future[Any]] = {}
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        for kernel in kernels_of(config, device):
+            if kernel not in loads:
+                loads[kernel] = threads.submit(kernel.load, device)
+        for ready, load in enumerate(as_completed(loads.values()), 1):
+            load.result()
+            if progress is not None:
+                progress(ready, len(loads))
     return [kernel for kernel in all_kernels() if kernel.loaded(device)]
+
+
+def kernels_of(config: SparseMLAConfig | DenseMLAConfig, device: int) -> Iterator[Kernel]:
+    """Every kernel that layers of a config may launch on a GPU, some more than once.
+
+    Those of one call of each operation that serves such layers, of attention at all small numbers of query tokens and
+    every power of two up to the config's maxima, of V3.2's kind with and without lengths, and over all rows of requests
+    without index lists. Which kernel runs depends on such numbers. No call is made. Of layers with an indexer, every
+    kernel that their steps may run. Layers without one, of a `DenseMLAConfig`, need `dense_decode` alone.
+
+    The first ones are asked how many of their clusters fit the GPU, for which they are loaded.
+    """
+    cupy, gpu = require_cupy("warmup"), driver.gpu(device)
+    memory = cupy.cuda.MemoryPool()  # ends with this call, and goes back to the driver
+    yield from (kernel for kernel in _asked(config) if kernel.suits(gpu.capability))
+    with cupy.cuda.Device(device), cupy.cuda.using_allocator(memory.malloc):
+        for call in _calls(cupy, config):
+            with listing() as found:
+                call()
+            yield from found
+        yield from dense_kernels(gpu, config.layout)
+        if isinstance(config, SparseMLAConfig):
+            yield from indexer_kernels(gpu, config)
+
+
+def _asked(config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Kernel]:
+    heads, quantized = config.num_heads, config.layout.quantized
+    yield fp8_sm90.cluster_kernel() if quantized else bf16_cluster_sm90.cluster_kernel()
+    if isinstance(config, SparseMLAConfig):
+        yield from (bf16_cluster_sm90.cluster_kernel(), topk.cluster_kernel())
+        if heads <= 16 or not quantized:
+            yield from map(few_heads_sm90.cluster_kernel, {16, few_heads_sm90.block_heads(heads)})
+
+
+def _calls(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Callable[[], Any]]:
+    """The calls that `kernels_of` names, those with the kernels that take longest to compile first."""
+    if isinstance(config, SparseMLAConfig):
+        yield from _attention(cupy, config)
+    yield from _dense(cupy, config)
+    if isinstance(config, SparseMLAConfig):
+        wanted = Wanted((config.layout, config.layout_of_compressed))
+        for operation in TABLE:
+            if not operation.training and operation.function not in (sparse_decode, sparse_prefill, dense_decode):
+                for call in operation.calls(np.random.default_rng(0), wanted):
+                    yield partial(operation.writer or operation.function, **operation.arguments(call, cupy.asarray))
 
 
 def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
@@ -105,7 +161,8 @@ def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
     return [kernel for kernel in (*of_rows, *merges) if kernel.suits(gpu.capability)]
 
 
-def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
+def _attention(cupy: ModuleType, config: SparseMLAConfig) -> Iterator[Callable[[], Any]]:
+    """Calls of decode and prefill."""
     layout, of_compressed = config.layout, config.layout_of_compressed
     heads, d_qk = config.num_heads, layout.d_qk
     place = Place.of(cupy.zeros(0, np.float32))
@@ -121,19 +178,19 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
         )
         for length in _lengths(cupy, config, b):
             more: dict[str, Any] = {"attn_sink": sink, "topk_length": length, "layout": layout.name}
-            sparse_decode(q, cache, indices, SM_SCALE, **more)
+            yield partial(sparse_decode, q, cache, indices, SM_SCALE, **more)
             if config.has_compressed_rows:
-                sparse_decode(
-                    q, cache, indices, SM_SCALE, **more, extra_topk_length=length,
+                yield partial(
+                    sparse_decode, q, cache, indices, SM_SCALE, **more, extra_topk_length=length,
                     extra_k_cache=empty_cache(of_compressed, 1, config.rows_per_block, place),
                     extra_indices=_nothing(cupy, b, 1, compressed), extra_layout=cast(PagedLayout, of_compressed.name),
                 )  # fmt: skip
     width = combined_width(compressed, config.window, config.max_image_tokens) if config.is_v4 else config.topk_width
     for tokens in query_tokens(config.max_num_batched_tokens):
         for length in _lengths(cupy, config, tokens):
-            sparse_prefill(
-                _zeros(cupy, tokens, heads, d_qk), _zeros(cupy, 1, 1, d_qk), _nothing(cupy, tokens, 1, width),
-                SM_SCALE, attn_sink=sink, topk_length=length,
+            yield partial(
+                sparse_prefill, _zeros(cupy, tokens, heads, d_qk), _zeros(cupy, 1, 1, d_qk),
+                _nothing(cupy, tokens, 1, width), SM_SCALE, attn_sink=sink, topk_length=length,
             )  # fmt: skip
 
 
@@ -144,7 +201,7 @@ def _lengths(cupy: ModuleType, config: SparseMLAConfig, tokens: int) -> list[Any
     return [lengths] if config.is_v4 else [None, lengths]
 
 
-def _dense(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> None:
+def _dense(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Callable[[], Any]]:
     """Decodes over all rows, of requests that are as long as they may be by their block tables, and have no row."""
     layout = config.layout
     width = ceil_div(config.max_model_len, config.block_size)
@@ -154,7 +211,9 @@ def _dense(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> None:
         tables, lens = cupy.broadcast_to(table, (b, width)), cupy.zeros(b, np.int32)
         for tokens in range(1, 2 + config.num_speculative_tokens):
             q = _zeros(cupy, b, tokens, config.num_heads, layout.d_qk, dtype=layout.values)
-            dense_decode(q, cache, tables, lens, SM_SCALE, layout=cast(DenseLayout, layout.name))
+            yield partial(
+                dense_decode, q, cache, tables, lens, SM_SCALE, layout=cast(DenseLayout, layout.name)
+            )  # fmt: skip
 
 
 def query_tokens(most: int) -> list[int]:

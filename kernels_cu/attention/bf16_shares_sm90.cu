@@ -1,6 +1,6 @@
 // Sparse attention of flat bf16 rows on Hopper, 64 heads of a query at a time: all rows of the call are divided evenly
-// over the CTAs, or each work item into equal splits (shares.cuh). For batches of no whole wave. Pipeline and shared
-// memory: bf16_sm90.cuh.
+// over the CTAs, or each work item into equal splits (division/share.cuh). For batches of no whole wave. Pipeline and
+// shared memory: bf16_sm90.cuh.
 //
 //   a CTA's share, worked on backwards     | end of item 7 | item 8 | begin of item 9 |
 //                                             3. merged       2.      1. left to the CTA that has the end of item 9
@@ -8,7 +8,8 @@
 // grid: x CTAs.
 #include "attention/bf16_sm90.cuh"
 #include "attention/bf16_sm90/partials.cuh"
-#include "attention/division/shares.cuh"
+#include "attention/division/find_share.cuh"
+#include "attention/division/share_partials.cuh"
 
 struct State {
     Share<THREADS> mine;

@@ -24,14 +24,14 @@ struct AttentionParams {
     int32_t num_splits;   // of a query, between which combine.cu merges
     int32_t flags;        // of enum Flag
     int32_t* order;       // [num_queries] the queries, longest lists first (order_queries.cu); null: as they come
-    uint64_t* ready;      // [CTAs], of shares that divide work items (shares.cuh)
+    uint64_t* ready;      // [CTAs], of shares that divide work items (share_partials.cuh)
     uint64_t nonce;       // a multiple of 4 that no other run of a call has
     int32_t least_split;  // pairs of tiles that a split has at least, in shares
     int32_t item_cost;    // what a work item costs beside its pairs of tiles, in shares of lists that are equally long
     int32_t cut_cost;     // what all shares cost more because items are cut, of lists that may not be
     int32_t whole_items;  // if items stay whole: the most that a share has, times all shares
     int32_t plan_filled;  // whether an earlier launch has filled the plan; else this one does
-    int4* plan;           // [CTAs] the shares of calls with one schedule (shares.cuh), or null
+    int4* plan;           // [CTAs] the shares of calls with one schedule (share.cuh), or null
     CallScale q_scale;    // what values of an e4m3 q are multiplied by
     CallScale k_scale;    // layout PLAIN_FP8: what values of rows are multiplied by
 };

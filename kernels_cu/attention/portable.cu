@@ -2,7 +2,7 @@
 //
 // A CTA works on a split of a work item at a time: one query, HEADS heads, some of its rows, in tiles of TILE_ROWS. It
 // has one split, whose result combine.cu merges with the others', or an equal share of all rows of the launch
-// (shares.cuh). Two kinds of warps work on neighbouring tiles at the same time:
+// (division/share.cuh). Two kinds of warps work on neighbouring tiles at the same time:
 //
 //   4 score warps    S = Q.K^T and softmax. They form GROUPS groups, each with HEADS / GROUPS heads. A warp of a group
 //                    multiplies its share of the columns, then the warps add their parts of S through shared memory. Q

@@ -4,7 +4,7 @@
 //   tile   TILE_QUERIES queries and those units of their keys that fall into the CTA's share
 //   unit   64 keys: a stage of the ring
 //
-//   producer warpgroup        queries, weights and what the tile is, by all four warps: to one of two slots (those of
+//   producer warpgroup        queries, weights and what the tile is, by all four warps: to one of two buffers (those of
 //                             a CTA's first tile are copied by math warpgroups, which have nothing else to do yet)
 //                             keys and scales, each warp every fourth unit: to the ring
 //                               |
@@ -14,10 +14,10 @@
 //                          A B A B      memory; behind it, the logits of the unit before are stored
 //                        time ->     B: relu, and the sums over heads in float32
 //
-//   full[stage]        a unit is there      one producer warp; UNDERWAY 0: and 32 arrivals after its copies
-//   empty[stage]       a unit is read       the 4 warps of the math warpgroup that had it; TOGETHER: of all of them
-//   slot_full[slot]    a tile is there      the producer warp that wrote its header, and 128 arrivals after copies
-//   slot_empty[slot]   a tile is done       all math warps
+//   full[stage]          a unit is there    one producer warp; UNDERWAY 0: and 32 arrivals after its copies
+//   empty[stage]         a unit is read     the 4 warps of the math warpgroup that had it; TOGETHER: of all of them
+//   tile_full[buffer]    a tile is there    the producer warp that wrote its header, and 128 arrivals after copies
+//   tile_empty[buffer]   a tile is done     all math warps
 //
 // While one math warpgroup sums, others multiply. TOGETHER (prefill): each has QUERIES queries of its own, and all
 // work on every unit. Otherwise they have the same queries and take turns with the units.
@@ -40,7 +40,7 @@
 // table first. A call by a schedule is short, and much of its time is what a CTA does once: so its producer has few
 // instructions, and what is rare stands behind the rest.
 //
-// Shared memory: two slots of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes (MXFP4: 64), scales.
+// Shared memory: two buffers of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes (MXFP4: 64), scales.
 //
 // What is exact: e4m3 is multiplied as it is; e2m1 keys become e4m3 (rows/mxfp4.cuh says when exactly). What is
 // rounded: sums, by wgmma over a key's values, in float32 over heads; the product with the key's scale.

@@ -57,15 +57,3 @@ __device__ __forceinline__ void store_16(void* to, const Vec16& v) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
-
-// Stores a word where the condition holds, without a branch.
-__device__ __forceinline__ void store_4_if(bool when, void* to, uint32_t v) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.u32 p, %0, 0;\n"
-        "@p st.global.b32 [%1], %2;\n"
-        "}" ::"r"(uint32_t(when)),
-        "l"(to), "r"(v)
-        : "memory");
-}

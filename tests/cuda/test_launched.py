@@ -34,9 +34,11 @@ def prefill(kind: HostCuPy, s_q: int, h_q: int) -> None:
     cupy_mla.sparse_prefill(*map(kind.put, (q, kv, np.zeros((s_q, 1, 2048), np.int32))), 1.0)
 
 
-def decode(kind: HostCuPy, row: int, dtype: np.dtype, splits: int | None = None) -> None:
-    q, cache = np.zeros((2, 1, 16, 576), BFLOAT16), np.zeros((3, 64, row), dtype)
-    indices = np.zeros((2, 1, 512), np.int32)
+def decode(
+    kind: HostCuPy, row: int, dtype: np.dtype, splits: int | None = None, d_qk: int = 576, topk: int = 512
+) -> None:
+    q, cache = np.zeros((2, 1, 16, d_qk), BFLOAT16), np.zeros((3, 64, row), dtype)
+    indices = np.zeros((2, 1, topk), np.int32)
     cupy_mla.sparse_decode(*map(kind.put, (q, cache, indices)), 0.04, num_splits=splits)
 
 
@@ -58,6 +60,8 @@ def test_a_kernel_that_is_asked_for_runs(kind, launched, monkeypatch, asked):
     monkeypatch.setenv(VARIABLE, asked)
     if asked == "fp8_sm90":
         decode(kind, 656, np.uint8)
+    elif asked == "fp8_short_sm90":
+        decode(kind, 584, np.uint8, d_qk=512, topk=128)
     elif asked == "bf16_cluster_sm90":
         decode(kind, 576, BFLOAT16, 4)
     else:

@@ -177,8 +177,8 @@ def test_logits_fit_the_workspace(limit: int) -> None:
         (3 * row, topk.select_rows_paged(gpu, PagedKeys(*pages, None), Selection(9, limit, chosen), 41, True)),
     ):
         steps = [step.params.values[LOGITS.index["out"]] for step in program if step.params.of is LOGITS]
-        assert len({out.slot for out in steps}) == 1
-        assert steps[0].slot.nbytes <= max(limit, least)
+        assert len({out.buffer for out in steps}) == 1
+        assert steps[0].buffer.nbytes <= max(limit, least)
         assert len(steps) == -(-60 * row // (max(limit // least, 1) * least))
 
 

@@ -218,6 +218,11 @@ def test_padding(name: str, side: str, attn_implementation: str, device: str, rn
         assert abs(float(world.model.indexer_losses[layer]) - float(loss)) < 1e-4 * float(loss)
 
 
+def masks_of_layers(mask: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    """As a model makes them itself: by what its version of transformers calls the layers."""
+    return dict.fromkeys(("indexed_attention", "deepseek_sparse_attention"), mask)
+
+
 @pytest.mark.parametrize("name", ["v32", "glm"])
 def test_packed_sequences(name: str, device: str, rng: np.random.Generator) -> None:
     """Positions that start over keep sequences apart, by transformers' mask or without one."""
@@ -232,7 +237,7 @@ def test_packed_sequences(name: str, device: str, rng: np.random.Generator) -> N
     assert all((rows <= named["position_ids"][..., None]).all() for rows in world.rows.values())
     want = exact_step(world, start[None, :, None], **named)
     check(world, {n: g for n, g in got.items() if "indexer" not in n}, want)
-    assert same(step(world, indexer_loss=0.1, attention_mask={"indexed_attention": None}, **named), got)
+    assert same(step(world, indexer_loss=0.1, attention_mask=masks_of_layers(None), **named), got)
 
 
 # --- the indexer ----------------------------------------------------------------------------------------------
@@ -485,11 +490,11 @@ def test_masks_and_positions_are_checked(device: str, rng: np.random.Generator) 
     mask[1, 0, 30, 3] = False
     with sparse_attention(world.model), cupy_mla.set_checks(True):
         with pytest.raises(ValueError, match="attention_mask: expected a causal one"):
-            world.model(world.tokens, attention_mask={"indexed_attention": mask}, use_cache=False)
+            world.model(world.tokens, attention_mask=masks_of_layers(mask), use_cache=False)
         mask[1, 0, 30, 3] = True
-        world.model(world.tokens, attention_mask={"indexed_attention": mask}, use_cache=False)
+        world.model(world.tokens, attention_mask=masks_of_layers(mask), use_cache=False)
         with pytest.raises(ValueError, match=r"attention_mask: expected \[R, 1, 41, 41\] or none"):
-            world.model(world.tokens, attention_mask={"indexed_attention": mask[..., :40]}, use_cache=False)
+            world.model(world.tokens, attention_mask=masks_of_layers(mask[..., :40]), use_cache=False)
     world = world_of("v4", device, rng)
     mask = torch.ones_like(world.tokens)
     mask[1, :3] = 0

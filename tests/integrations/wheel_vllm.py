@@ -13,7 +13,9 @@ import os
 import sys
 from collections import Counter
 from importlib.machinery import ModuleSpec
+from inspect import signature
 from itertools import product
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -428,6 +430,48 @@ def fused_kernels(rng: np.random.Generator) -> None:
     print("bytes of the fused kernels below 8.9")
 
 
+def stand_ins(rng: np.random.Generator) -> None:
+    """What the engine benchmark puts in the place of TileLang's and CuTe DSL's kernels takes what those take."""
+    mhc = importlib.import_module("vllm.model_executor.kernels.mhc.tilelang")
+    indexer = importlib.import_module("vllm.model_executor.layers.sparse_attn_indexer")
+    compressor = importlib.import_module("vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache")
+    names = ("mhc_pre", "mhc_pre_broadcast", "mhc_fused_post_pre", "mhc_post", "hc_head_fused_kernel")
+    stock = {name: signature(vars(mhc)[f"{name}_tilelang"]).parameters.values() for name in names}
+    merge = signature(indexer._merge_dcp_topk_global)
+    triton = [*signature(compressor.compress_norm_rope_store_triton).parameters]
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    ours = importlib.import_module("vllm_stand_ins")
+    os.environ["VLLM_STAND_INS"] = "1"
+    ours.register()
+    for name, parameters in stock.items():
+        given = [each.name for each in parameters if each.default is each.empty]
+        more = {each.name: each.default for each in parameters if each.default is not each.empty}
+        replaced = vars(mhc)[f"{name}_tilelang"]
+        assert replaced.__module__ in ("vllm_stand_ins", "vllm.model_executor.kernels.mhc.torch")
+        signature(replaced).bind(*given, **more)
+    assert [*signature(indexer._merge_dcp_topk_global).parameters] == [*merge.parameters]
+    flags = {"store_full_kv": False, "store_full_fp8": False, "fp8_scale": None}
+    taken: dict[str, Any] = {}
+    vars(compressor)["compress_norm_rope_store_triton"] = lambda **step: taken.update(step)
+    at = "vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl"
+    importlib.import_module(at)._SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL(**dict.fromkeys(triton), **flags)
+    assert [*taken] == triton
+
+    def of(*shape: int) -> torch.Tensor:
+        return torch.tensor(rng.standard_normal(shape), dtype=torch.float32)
+
+    x, weight = of(5, 64).bfloat16(), torch.ones(64, dtype=torch.bfloat16)
+    numbers, norm = (of(24, 256) / 16, of(3), of(24), 1e-6, 1e-6, 1e-6, 2.0, 2), {"norm_weight": weight}
+    streams, post, comb, out = mhc.mhc_pre_broadcast_tilelang(x, *numbers, **norm, fn_broadcast=None)
+    assert torch.equal(streams, torch.stack([x] * 4, 1))
+    assert abs(float(out.float().square().mean()) - 1) < 0.01
+    found = mhc.mhc_fused_post_pre_tilelang(out, streams, post, comb, *numbers, n_splits=1, tile_n=1, **norm)
+    assert [each.shape for each in found] == [(5, 4, 64), (5, 4, 1), (5, 4, 4), (5, 64)]
+    assert torch.equal(found[0], mhc.mhc_post_tilelang(out, streams, post, comb))
+    assert [each.dtype for each in found] == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    print("what stands in for TileLang and CuTe DSL")
+
+
 def main(folder: str, seed: str) -> None:
     sys.path.insert(0, folder)
     sys.meta_path.append(_Lacking())  # type: ignore[arg-type]
@@ -437,6 +481,7 @@ def main(folder: str, seed: str) -> None:
     rng = np.random.default_rng(int(seed))
     drive(rng)
     fused_kernels(rng)
+    stand_ins(rng)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from cupy_mla import BatchMetadata, DenseMLAConfig, SparseMLAConfig, SparseMLAMe
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import all_kernels, driver
 from cupy_mla.cuda.attention import choose
+from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.logits_sm90 import shares_of_step
 from cupy_mla.layouts import DENSE_LAYOUTS, INDEXER_FP8
 from cupy_mla.metadata.compressed import c128a_width
@@ -112,8 +113,7 @@ def test_wrong_dense_layers_are_named(field):
 def stand_in(monkeypatch) -> None:
     """NumPy in the place of CuPy; no kernel is loaded."""
     monkeypatch.setattr(warmup_module, "require_cupy", lambda why: StandIn())
-    monkeypatch.setattr(warmup_module, "indexer_kernels", lambda gpu, config: [])
-    monkeypatch.setattr(warmup_module, "dense_kernels", lambda gpu, layout: [])
+    monkeypatch.setattr(Kernel, "load", lambda kernel, device: None)
     monkeypatch.setattr(driver, "gpu", lambda device: driver.Gpu(device, 132, 90, 227))
 
 
@@ -139,6 +139,16 @@ def test_calls_are_right(stand_in, layout, d_qk, more):
     config = SparseMLAConfig(3, d_qk, cache_layout=layout, **{**sizes, **more})
     before = [kernel for kernel in all_kernels() if kernel.loaded(0)]  # other tests of this process, on a GPU
     assert warmup(config) == before
+
+
+def test_progress_is_told(stand_in):
+    """Kernel by kernel, up to all."""
+    told = []
+    warmup(DenseMLAConfig(16), progress=lambda ready, known: told.append((ready, known)))
+    ready, known = zip(*told, strict=True)
+    assert [*ready] == [*range(1, len(told) + 1)]
+    assert {*known} == {len(told)}
+    assert len(told) > 3
 
 
 def test_c128a_lists_have_the_width_of_the_metadata(stand_in, monkeypatch):
@@ -217,7 +227,8 @@ def test_no_decode_over_all_rows_needs_another_kernel(monkeypatch, rng, layout, 
     monkeypatch.setattr(warmup_module, "require_cupy", lambda why: layer.cupy)
     warmup(config)
     ready = set(gpu.kernels.values())
-    assert {kernel.name for kernel in ready} <= {*choose.DENSE_NAMES, "dense_combine", "portable", "combine"}
+    asked = {"fp8_sm90", "bf16_cluster_sm90"}  # how many of their clusters fit
+    assert {kernel.name for kernel in ready} <= {*choose.DENSE_NAMES, *asked, "dense_combine", "portable", "combine"}
     for width in (1, 2, 5, 16, 40, *rng.integers(1, 2561, 10).tolist()):
         for requests in (1, int(rng.integers(1, 257))):
             layer.dense(requests, width, int(rng.integers(1, most + 1)))

@@ -24,6 +24,7 @@ from .kernels import (
     bf16_shares_sm90,
     bf16_sm90,
     few_heads_sm90,
+    fp8_short_sm90,
     fp8_sm90,
     portable,
     portable_99kb,
@@ -35,8 +36,8 @@ MAX_CHOICES = 4096  # that are remembered
 KERNELS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        bf16_grouped_sm90, fp8_sm90, bf16_few_heads_sm90, bf16_shares_sm90, bf16_cluster_sm90, few_heads_sm90,
-        bf16_sm90, portable, portable_99kb,
+        bf16_grouped_sm90, fp8_sm90, fp8_short_sm90, bf16_few_heads_sm90, bf16_shares_sm90, bf16_cluster_sm90,
+        few_heads_sm90, bf16_sm90, portable, portable_99kb,
     )
 }  # fmt: skip
 NAMES = tuple(KERNELS)
@@ -48,7 +49,7 @@ asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 explained: Callable[[], str | None] = private.environment_reader(EXPLAIN)
 
 
-Rival = tuple[str, Division, float]  # as a `Choice`, which takes longer to make
+Rival = tuple[str, Division, float]  # the fields of a `Choice`, which takes the host longer to make
 _TIME: Callable[[Any], float] = itemgetter(2)
 
 
@@ -65,8 +66,8 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=MAX_CHOICES)
 def choose(problem: Problem) -> Choice:
-    """What takes the least time. Of a batch-invariant call that is so for a fixed number of queries, and of divisions
-    that give the same bits for its own.
+    """What takes the least time. For a batch-invariant call it is chosen as for a fixed number of queries; then, among
+    divisions that give the same bits, what takes the least time for the queries that it has.
 
     Raises:
         ValueError: no kernel has the name that is asked for, or it cannot serve this call, or not so divided.
@@ -131,7 +132,7 @@ def _require_name(by: str, name: str | None) -> None:
 
 
 def _why_not(problem: Problem) -> str:
-    """What an unknown or unfitting kernel or division is answered with."""
+    """The message about a kernel or a division that is forced and cannot serve a call."""
     free = problem._replace(kernel="", division="")
     able = [name for name, kernel in KERNELS.items() if kernel.serves(free)]
     if problem.kernel not in ("", *able):
@@ -148,7 +149,7 @@ def _why_not(problem: Problem) -> str:
 
 
 def why_not_kernel(kernel: str, problem: Problem | DenseProblem, able: Iterable[str]) -> str:
-    """What the name of a kernel is answered with that is not among those that can serve a call.
+    """The message about a kernel that is forced and is not one of those that can serve a call.
 
     Raises:
         ValueError: no kernel has that name.

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 from ...layouts import D_V
 from ..driver import MAX_CLUSTER
 from ..paging import ceil_div
-from ..program import Nonce, Pointer, Slot
+from ..program import Buffer, Nonce, Pointer
 from .problem import Problem
 
 # Bytes of a head's partial result as float32 and as float16; kernels_cu/attention/division/merge.cuh
 PARTIAL_BYTES, HALF_PARTIAL_BYTES = 4 * D_V + 16, 2 * D_V + 16
 MAX_SPLITS = 1024  # of a query's rows; each takes memory for a partial result
 
-# Of shares (kernels_cu/attention/division/shares.cuh), in eighths of the time of a pair of tiles: what a work item
+# Of shares (kernels_cu/attention/division/find_share.cuh), in eighths of the time of a pair of tiles: what a work item
 # costs beside its pairs, and what a share of lists that are not equally long costs more because items are cut.
 PAIR_COST, ITEM_COST, CUT_COST = 8, 11, 24
 
@@ -90,7 +90,7 @@ class Clusters(NamedTuple):
         rows = self.num_splits * problem.queries * problem.heads if self.num_splits > 1 else 0
         if not nbytes + rows:
             return {}
-        memory = Slot("partial results", shape=(nbytes + 4 * rows * (D_V + 2),)).ptr
+        memory = Buffer("partial results", shape=(nbytes + 4 * rows * (D_V + 2),)).ptr
         out = memory + nbytes
         lse, most = out + 4 * rows * D_V, out + 4 * rows * (D_V + 1)
         return {"cluster_parts": memory, "part_out": out, "part_lse": lse, "part_max": most if problem.prefill else 0}
@@ -104,7 +104,8 @@ class Shares(NamedTuple):
         splits: each item is divided into so many equal shares; 0: shares end anywhere.
         ctas: shares at most; 0: one for each SM. There are fewer where splits would be shorter than `least_split`.
         least_split: pairs of tiles that a split has at least; 0: as the kernel has it.
-        item_cost: what an item costs beside its pairs, in eighths of a pair; -1: that of the fastest slowest share.
+        item_cost: what an item costs beside its pairs, in eighths of a pair; -1: what makes the
+            slowest share fastest.
         cut_cost: what a share of unequal lists costs more because items are cut. Where cutting saves less, items stay
             whole.
     """
@@ -126,13 +127,13 @@ class Shares(NamedTuple):
     def filled(
         self, problem: Problem, most: int, least_split: int, item_cost: int = ITEM_COST, parts: int = 0
     ) -> Shares:
-        """The same without a field to be filled in.
+        """The same with every field filled in.
 
         Args:
             most: CTAs at most.
             least_split: the kernel's, in pairs of tiles.
             item_cost: the kernel's.
-            parts: of an item, of which a share has `least_split` at least; 0: its pairs of tiles.
+            parts: what an item has of what `least_split` counts; 0: its pairs of tiles.
         """
         items, least = problem.items(self.heads), self.least_split or least_split
         ctas = max(1, min(self.ctas or most, items * (parts or problem.pairs) // least))
@@ -175,7 +176,7 @@ class Segments(NamedTuple):
 
     def memory(self, problem: Problem, each: int) -> dict[str, Pointer]:
         """Memory for the partial results of a CTA's splits, of so many bytes each."""
-        return {"cluster_parts": Slot("partial results", shape=(self.grid(problem) * self.splits * each,)).ptr}
+        return {"cluster_parts": Buffer("partial results", shape=(self.grid(problem) * self.splits * each,)).ptr}
 
 
 class Teams(NamedTuple):
@@ -215,7 +216,7 @@ def _in_turn(problem: Problem, heads: int) -> int:
 
 def _left(ctas: int, each: int) -> dict[str, Any]:
     """Memory for what CTAs leave to others, and where they say that it is there."""
-    memory = Slot("partial results", shape=(ctas * (each + 16),)).ptr
+    memory = Buffer("partial results", shape=(ctas * (each + 16),)).ptr
     return {"cluster_parts": memory, "ready": memory + ctas * each, "nonce": Nonce()}
 
 
@@ -239,7 +240,7 @@ def split_numbers(parts: int, most: int) -> tuple[int, ...]:
 
 @cache
 def largest_cluster(splits: int) -> int:
-    """CTAs of the largest clusters of which so many splits are a whole number."""
+    """The CTAs of the largest cluster whose size divides so many splits."""
     return next(n for n in range(min(splits, MAX_CLUSTER), 0, -1) if splits % n == 0)
 
 

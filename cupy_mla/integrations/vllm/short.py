@@ -36,7 +36,7 @@ def dense_decodes(builder: Any, batch: Any, layout: Layout, heads: int, longest:
     if query_len > 1 and not bool((batch.query_start_loc_cpu.diff() == query_len).all()):
         return None
     table, block_size = batch.block_table_tensor, builder.kv_cache_spec.block_size
-    width = min(table.shape[1], int(ceil_div(builder.topk_tokens, block_size)))
+    width = min(table.shape[1], ceil_div(builder.topk_tokens, block_size))
     shape = requests, query_len, heads
     if not faster_than_lists(Place.of(table), layout, shape, width, block_size):
         return None

@@ -27,7 +27,7 @@ def layers_of(vllm_config: Any, heads: int, topk: int, layout: CacheLayout, *, r
     """
     scheduler, more = vllm_config.scheduler_config, _speculative(vllm_config)
     tokens = scheduler.max_num_batched_tokens
-    seqs = max(scheduler.max_num_seqs, int(ceil_div(tokens, 1 + more)))
+    seqs = max(scheduler.max_num_seqs, ceil_div(tokens, 1 + more))
     return SparseMLAConfig(
         heads, 576 if rope else 512, topk=topk, block_size=PAGE, cache_layout=layout, max_num_seqs=seqs,
         max_num_batched_tokens=tokens, max_model_len=vllm_config.model_config.max_model_len,

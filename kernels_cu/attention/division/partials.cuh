@@ -1,4 +1,4 @@
-// Partial results that CTAs leave to one another in global memory, which L2 holds (merge.cuh, shares.cuh).
+// Partial results that CTAs leave to one another in global memory, which L2 holds (merge.cuh, share_partials.cuh).
 #pragma once
 #include "ptx/types.cuh"
 

@@ -1,5 +1,5 @@
-// Shares of requests, whose rows come from a block table: as shares.cuh, but what a share has of a cut item is left to a
-// launch behind (dense_combine.cu). So no CTA waits for another one, however many have a part of an item.
+// Shares of requests, whose rows come from a block table: as shares.cuh, but a launch behind merges what shares have of
+// a cut item (dense_combine.cu). So no CTA waits for another one, however many have a part of an item.
 //
 //   all rows of the call   |request 0   |request 1   |request 2   |          (and once more for each further HEADS lines)
 //   shares of the CTAs     |CTA 0  |CTA 1  |CTA 2  |CTA 3  |CTA 4  |
@@ -7,9 +7,10 @@
 //   whole in a share: the CTA writes the results        cut: each CTA leaves a partial result
 #pragma once
 #include "attention/dense.cuh"
-#include "attention/division/shares.cuh"
+#include "attention/division/find_share.cuh"
+#include "attention/division/partials.cuh"
 
-// Calls with one schedule have one plan, as in shares.cuh. Lengths may be others than those that it was made for: then
+// Calls with one schedule have one plan, as in share.cuh. Lengths may be others than those that it was made for: then
 // shares are unequal, and where a request ends before a place where the plan cuts it, a part of it has no rows.
 
 // Finds a share of items of requests, or of equal splits of each, or loads it; pairs_at(request) says how many pairs of

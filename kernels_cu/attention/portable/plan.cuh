@@ -1,6 +1,6 @@
 // Of portable: constants, shared memory, and who a thread is.
 #pragma once
-#include "attention/division/shares.cuh"
+#include "attention/division/find_share.cuh"
 #include "attention/division/turn.cuh"
 #include "ptx/registers.cuh"
 #include "rows/fp4_row.cuh"

@@ -1,13 +1,15 @@
 // Of portable: what becomes of a split. Score warps write statistics and the factors that O is multiplied with, then
 // output warps write O.
 //
-//   one split an item     it is the result
-//   equal splits          a partial result for combine.cu
-//   shares (shares.cuh)   the last split of an item waits for the CTAs before, which have the earlier ones, merges
-//                         their partial results with its own, and is the result; an earlier split is a partial result
+//   one split an item   it is the result
+//   equal splits        a partial result for combine.cu
+//   shares              the last split of an item waits for the CTAs before, which have the earlier ones, merges their
+//                       partial results with its own, and is the result; an earlier split is a partial result
+//                       (division/share_partials.cuh)
 #pragma once
 #include "attention/division/partials.cuh"
 #include "attention/division/results.cuh"
+#include "attention/division/share_partials.cuh"
 #include "attention/portable/softmax.cuh"
 #include "attention/portable/values.cuh"
 #include "rows/call_scale.cuh"

@@ -3,8 +3,8 @@
 #include "attention/portable/plan.cuh"
 #include "ptx/named_barrier.cuh"
 
-// Whether the launch's rows are divided into shares (shares.cuh). If not, a CTA has one split: grid x = query * head
-// tiles + head tile, y = split.
+// Whether the launch's rows are divided into shares (division/share.cuh). If not, a CTA has one split: grid x = query *
+// head tiles + head tile, y = split.
 __device__ __forceinline__ bool in_shares(const AttentionParams& p) { return p.ready != nullptr; }
 
 // How many splits this CTA has.

@@ -32,16 +32,16 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
     Place place = {TOGETHER ? 0 : warpgroup, 0};
     int ahead = place.stage;  // units before this warpgroup's next one
     for (int turn = 0;; ++turn) {
-        const int slot = turn % SLOTS;
-        mbarrier_wait(shared_address(&sm.slot_full[slot]), turn / SLOTS % 2);
-        const Header& h = sm.header[slot];
+        const int buffer = turn % BUFFERS;
+        mbarrier_wait(shared_address(&sm.tile_full[buffer]), turn / BUFFERS % 2);
+        const Header& h = sm.header[buffer];
         const int units = uniform(h.units);
         if (units == 0) return;
         Weights w;
-        w.load(shared_address(&sm.weights[slot][own_queries * HEADS]), lane);
+        w.load(shared_address(&sm.weights[buffer][own_queries * HEADS]), lane);
         Results results(p, h, own_queries, my_key, t, ahead);
         const uint64_t queries =
-            kept_operand(wgmma_operand(slot_rows(slot) + own_queries * HEADS * QUERY_BYTES, LINE_GROUP, 16));
+            kept_operand(wgmma_operand(buffer_rows(buffer) + own_queries * HEADS * QUERY_BYTES, LINE_GROUP, 16));
         fence_proxy_async();
 
         float logits[PAIRS] = {};  // of the unit before
@@ -84,7 +84,7 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
         results.store(p, logits, ahead, t);
         ahead -= units;
         __syncwarp();
-        mbarrier_arrive_elected<0>(shared_address(&sm.slot_empty[slot]));
+        mbarrier_arrive_elected<0>(shared_address(&sm.tile_empty[buffer]));
     }
 }
 
@@ -112,7 +112,7 @@ __device__ __forceinline__ void run(const LogitsParams& p) {
     if (warpgroup < WARPGROUPS) {
         if constexpr (SCHEDULED) {
             __syncthreads();
-            if (warpgroup == 0) fill_first_slot(p, schedule);
+            if (warpgroup == 0) fill_first_buffer(p, schedule);
         }
         if constexpr (FILLS_FIRST) copy_first_queries(p, share, warpgroup);
         if constexpr (MOVES_REGISTERS) increase_registers_to<MATH_REGISTERS>();

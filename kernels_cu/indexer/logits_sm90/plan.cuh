@@ -18,9 +18,9 @@ constexpr int WARPS_TILES = 128;       // up to so many tiles of decode, each pr
 constexpr int ROWS = QUERIES * HEADS;  // columns of wgmma
 constexpr int TILE_QUERIES = TOGETHER ? QUERIES * WARPGROUPS : QUERIES;
 constexpr int TILE_ROWS = TILE_QUERIES * HEADS;
-constexpr int STAGE_BYTES = UNIT * KEY_BYTES, SLOT_BYTES = TILE_ROWS * QUERY_BYTES;
+constexpr int STAGE_BYTES = UNIT * KEY_BYTES, BUFFER_BYTES = TILE_ROWS * QUERY_BYTES;
 constexpr int LINE_GROUP = 8 * LINE_BYTES;  // what the swizzle repeats after
-constexpr int SLOTS = 2;
+constexpr int BUFFERS = 2;
 static_assert(HEADS % 32 == 0, "");
 static_assert(!SCHEDULED || PAGED && !TOGETHER, "a request is a tile");
 static_assert(!MXFP4 && !CANDIDATES || PAGED && !TOGETHER && !SCHEDULED && !UNDERWAY, "decode without a schedule");
@@ -55,17 +55,17 @@ struct Header {
 
 struct Small {
     float scales[STAGES][UNIT];
-    float weights[SLOTS][TILE_ROWS];
+    float weights[BUFFERS][TILE_ROWS];
     uint32_t exists[STAGES][2];  // a bit a key
-    Header header[SLOTS];
-    uint64_t full[STAGES], empty[STAGES], slot_full[SLOTS], slot_empty[SLOTS];
+    Header header[BUFFERS];
+    uint64_t full[STAGES], empty[STAGES], tile_full[BUFFERS], tile_empty[BUFFERS];
 };
-constexpr int RING_AT = SLOTS * SLOT_BYTES, SMALL_AT = RING_AT + STAGES * STAGE_BYTES;
+constexpr int RING_AT = BUFFERS * BUFFER_BYTES, SMALL_AT = RING_AT + STAGES * STAGE_BYTES;
 
 __device__ __forceinline__ uint8_t* aligned_shared() { return shared + (0u - shared_address(shared)) % LINE_GROUP; }
 __device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(aligned_shared() + SMALL_AT); }
-__device__ __forceinline__ uint32_t slot_rows(int slot) {
-    return shared_address(aligned_shared()) + slot * SLOT_BYTES;
+__device__ __forceinline__ uint32_t buffer_rows(int buffer) {
+    return shared_address(aligned_shared()) + buffer * BUFFER_BYTES;
 }
 __device__ __forceinline__ uint32_t stage_rows(int stage) {
     return shared_address(aligned_shared()) + RING_AT + stage * STAGE_BYTES;
@@ -97,10 +97,10 @@ __device__ __forceinline__ void init_barriers() {
         mbarrier_init(shared_address(&sm.full[i]), WARP_ARRIVALS + (UNDERWAY ? 0 : 32));
         mbarrier_init(shared_address(&sm.empty[i]), 4 * (TOGETHER ? WARPGROUPS : 1) * WARP_ARRIVALS);
     }
-#pragma unroll(SCHEDULED ? 1 : SLOTS)
-    for (int i = maker; i < SLOTS; i += MAKERS) {
-        mbarrier_init(shared_address(&sm.slot_full[i]), WARP_ARRIVALS + 32 * PRODUCERS);
-        mbarrier_init(shared_address(&sm.slot_empty[i]), 4 * WARPGROUPS * WARP_ARRIVALS);
+#pragma unroll(SCHEDULED ? 1 : BUFFERS)
+    for (int i = maker; i < BUFFERS; i += MAKERS) {
+        mbarrier_init(shared_address(&sm.tile_full[i]), WARP_ARRIVALS + 32 * PRODUCERS);
+        mbarrier_init(shared_address(&sm.tile_empty[i]), 4 * WARPGROUPS * WARP_ARRIVALS);
     }
     mbarrier_init_fence();
 }

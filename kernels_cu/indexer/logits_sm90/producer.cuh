@@ -5,11 +5,11 @@
 #include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
 
-// There are no more tiles. No warp may tell of a slot twice before another one did once.
+// There are no more tiles. No warp may tell of a buffer twice before another one did once.
 __device__ __forceinline__ void tell_of_end(int turn, Underway& underway, int warp, int lane) {
-    wait_for_slot(turn, underway, lane);
-    if (warp == HEADER_WARP && lane == 0) small().header[turn % SLOTS].units = 0;
-    tell_of_slot(turn % SLOTS, warp, lane);
+    wait_for_buffer(turn, underway, lane);
+    if (warp == HEADER_WARP && lane == 0) small().header[turn % BUFFERS].units = 0;
+    tell_of_buffer(turn % BUFFERS, warp, lane);
 }
 
 __device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool by_warp) {
@@ -40,11 +40,11 @@ __device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool
             ahead += PRODUCERS;
         };
         next.find(p, tile.request, first_key(ahead), range.end, lane);
-        const int slot = turn % SLOTS;
-        wait_for_slot(turn++, underway, lane);
-        if (warp == HEADER_WARP) write_header(p, tile, range, taken, mine, slot, lane);
-        if (!FILLS_FIRST || turn > 1) copy_queries<TILE_QUERIES>(p, tile, 0, slot, read_thread_index() % 128);
-        tell_of_slot(slot, warp, lane);
+        const int buffer = turn % BUFFERS;
+        wait_for_buffer(turn++, underway, lane);
+        if (warp == HEADER_WARP) write_header(p, tile, range, taken, mine, buffer, lane);
+        if (!FILLS_FIRST || turn > 1) copy_queries<TILE_QUERIES>(p, tile, 0, buffer, read_thread_index() % 128);
+        tell_of_buffer(buffer, warp, lane);
 #pragma unroll 1
         while (ahead < taken.count) copy_next();
         ahead -= taken.count;

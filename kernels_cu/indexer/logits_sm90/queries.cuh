@@ -1,4 +1,4 @@
-// Of logits_sm90: what the producers tell of a tile: its queries, weights, and header, in one of two slots.
+// Of logits_sm90: what the producers tell of a tile: its queries, weights, and header, in one of two buffers.
 #pragma once
 #include "indexer/logits_sm90/plan.cuh"
 #include "ptx/cp_async.cuh"
@@ -12,7 +12,7 @@ __device__ __forceinline__ KeyRange range_of_tile(const LogitsParams& p, const Q
     return {begin / ALIGNED_KEYS * ALIGNED_KEYS, __reduce_max_sync(~0u, any ? mine.end : 0)};
 }
 
-// What stands in a row of a slot. Two queries share the 8 columns that a product's accumulators have of each row, in
+// What stands in a row of a buffer. Two queries share the 8 columns that a product's accumulators have of each row, in
 // turn, so that a lane's sums over the even eights and the odd ones are of different queries (sum_heads).
 constexpr int GROUP = QUERIES % 2 ? 1 : 2;
 struct QueryHead {
@@ -28,7 +28,7 @@ struct QueryHead {
 // COUNT queries of a tile from number `first` on, which is even, and their weights, by 128 threads. Heads and queries
 // that do not exist are zeros.
 template <int COUNT>
-__device__ __forceinline__ void copy_queries(const LogitsParams& p, const QueryTile& tile, int first, int slot,
+__device__ __forceinline__ void copy_queries(const LogitsParams& p, const QueryTile& tile, int first, int buffer,
                                              int thread) {
     constexpr int ROWS_AT_ONCE = 128 / 8, HEADS_AT_ONCE = ROWS_AT_ONCE / GROUP;
     const auto [own_query, own_head] = QueryHead::of_row(thread / 8);
@@ -39,8 +39,8 @@ __device__ __forceinline__ void copy_queries(const LogitsParams& p, const QueryT
     uint32_t to[PARTS];
 #pragma unroll
     for (int i = 0; i < PARTS; ++i)
-        to[i] = MXFP4 ? swizzled(slot_rows(slot), first_row + thread / 8, chunk % 2 * 4 + i) + chunk / 2 * 4
-                      : swizzled(slot_rows(slot), first_row + thread / 8, chunk);
+        to[i] = MXFP4 ? swizzled(buffer_rows(buffer), first_row + thread / 8, chunk % 2 * 4 + i) + chunk / 2 * 4
+                      : swizzled(buffer_rows(buffer), first_row + thread / 8, chunk);
     const uint8_t* query_row = p.q8 + tile.request * p.q_request + (tile.first + first + own_query) * p.q_query +
                                own_head * p.q_head + 16 * chunk;
 #pragma unroll 1
@@ -62,7 +62,7 @@ __device__ __forceinline__ void copy_queries(const LogitsParams& p, const QueryT
         }
         query_row += GROUP * p.q_query;
     }
-    const uint32_t weights = shared_address(&small().weights[slot][first_row]);
+    const uint32_t weights = shared_address(&small().weights[buffer][first_row]);
     const float* w = p.w + tile.row(p, first) * p.w_stride;
 #pragma unroll
     for (int row = thread; row < COUNT * HEADS; row += 128) {
@@ -76,16 +76,16 @@ constexpr int HEADER_WARP = SCHEDULED ? PRODUCERS - 1 : 0;
 
 // What a tile of queries is; `mine` is the range of the lane's query, if it has one.
 __device__ __forceinline__ void write_header(const LogitsParams& p, const QueryTile& tile, const KeyRange& range,
-                                             const Units& taken, const KeyRange& mine, int slot, int lane) {
-    Header& h = small().header[slot];
+                                             const Units& taken, const KeyRange& mine, int buffer, int lane) {
+    Header& h = small().header[buffer];
     if (lane == 0) h.units = taken.count, h.first_key = range.begin + taken.first * UNIT;
     if (lane == 1) h.row = int(tile.row(p, 0)), h.count = tile.count;
     if (lane < TILE_QUERIES) h.range[lane] = mine;
 }
 
-// Tell that `warp` has filled its part of a slot.
-__device__ __forceinline__ void tell_of_slot(int slot, int warp, int lane) {
-    const uint32_t full = shared_address(&small().slot_full[slot]);
+// Tell that `warp` has filled its part of a buffer.
+__device__ __forceinline__ void tell_of_buffer(int buffer, int warp, int lane) {
+    const uint32_t full = shared_address(&small().tile_full[buffer]);
     if (warp == HEADER_WARP) {
         __syncwarp();
         mbarrier_arrive_for_warp(full, lane);

@@ -36,30 +36,30 @@ struct Scheduled {
 };
 static_assert(UNIT == SCHEDULE_UNIT && SCHEDULE_REQUESTS == 2, "");
 
-// By a schedule: fills a slot with a tile of queries, and tells of it, by the 4 warps of a warpgroup. The last warp
+// By a schedule: fills a buffer with a tile of queries, and tells of it, by the 4 warps of a warpgroup. The last warp
 // reads what the queries see.
-__device__ __forceinline__ void fill_slot(const LogitsParams& p, const QueryTile& tile, const KeyRange& range,
-                                          const Units& taken, int slot) {
+__device__ __forceinline__ void fill_buffer(const LogitsParams& p, const QueryTile& tile, const KeyRange& range,
+                                            const Units& taken, int buffer) {
     const int thread = threadIdx.x % 128, warp = uniform(thread / 32), lane = thread % 32;
-    copy_queries<TILE_QUERIES>(p, tile, 0, slot, thread);
+    copy_queries<TILE_QUERIES>(p, tile, 0, buffer, thread);
     if (warp == HEADER_WARP) {
         const KeyRange mine = p.queries == 1      ? range
                               : lane < tile.count ? range_of_query(p, tile.request, lane)
                                                   : KeyRange{0, 0};
-        write_header(p, tile, range, taken, mine, slot, lane);
+        write_header(p, tile, range, taken, mine, buffer, lane);
     }
-    tell_of_slot(slot, warp, lane);
+    tell_of_buffer(buffer, warp, lane);
 }
 
 // The first tile of a share is filled in by a warpgroup of math, which has nothing else to do yet.
-__device__ __forceinline__ void fill_first_slot(const LogitsParams& p, const Scheduled& schedule) {
+__device__ __forceinline__ void fill_first_buffer(const LogitsParams& p, const Scheduled& schedule) {
     Share share = schedule.share(p);
     if (share.count <= 0) return;
     const QueryTile tile = {share.tile, 0, min(p.queries, TILE_QUERIES)};
     const KeyRange range = schedule.range(p, 0);
     const Units taken = share.take_tile<UNIT>(range);
     wait_for_earlier_kernels();
-    fill_slot(p, tile, range, taken, 0);
+    fill_buffer(p, tile, range, taken, 0);
 }
 
 // `produce` by a schedule. The first of a warp's units is copied before anything else is done.
@@ -114,8 +114,8 @@ __device__ __forceinline__ void produce_scheduled(const LogitsParams& p, const S
             if (begins) {
                 begins = false;
                 if (number > 0) {
-                    wait_for_slot(turn, underway, lane);
-                    fill_slot(p, tile, range, taken, turn % SLOTS);
+                    wait_for_buffer(turn, underway, lane);
+                    fill_buffer(p, tile, range, taken, turn % BUFFERS);
                 }
                 ++turn;
             }

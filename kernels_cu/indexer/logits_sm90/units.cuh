@@ -113,9 +113,9 @@ struct Underway {
     }
 };
 
-// Wait until the slot of tile number `turn` is free; `underway` may hold what frees it.
-__device__ __forceinline__ void wait_for_slot(int turn, Underway& underway, int lane) {
-    const uint32_t empty = shared_address(&small().slot_empty[turn % SLOTS]), parity = turn / SLOTS % 2 ^ 1;
+// Wait until the buffer of tile number `turn` is free; `underway` may hold what frees it.
+__device__ __forceinline__ void wait_for_buffer(int turn, Underway& underway, int lane) {
+    const uint32_t empty = shared_address(&small().tile_empty[turn % BUFFERS]), parity = turn / BUFFERS % 2 ^ 1;
     if (UNDERWAY && !__all_sync(~0u, mbarrier_done(empty, parity))) underway.tell_all(lane);
     mbarrier_wait(empty, parity);
 }

@@ -26,6 +26,21 @@ __device__ __forceinline__ float4 logits_at(const TopkParams& p, int64_t at) {
     return *reinterpret_cast<const float4*>(static_cast<const float*>(p.logits) + at);
 }
 
+// Four neighbouring logits from column `at` on of those of [begin, end); `outside` for the others.
+__device__ __forceinline__ float4 logits_inside(const TopkParams& p, int64_t start, int at, const Range& range,
+                                                float outside) {
+    float4 x = {outside, outside, outside, outside};
+    if (p.aligned && range.begin <= at && at + 4 <= range.end) {
+        x = logits_at(p, start + at);
+    } else {
+        if (range.begin <= at && at < range.end) x.x = logit_at(p, start + at);
+        if (range.begin <= at + 1 && at + 1 < range.end) x.y = logit_at(p, start + at + 1);
+        if (range.begin <= at + 2 && at + 2 < range.end) x.z = logit_at(p, start + at + 2);
+        if (range.begin <= at + 3 && at + 3 < range.end) x.w = logit_at(p, start + at + 3);
+    }
+    return x;
+}
+
 // A thread's logits of a part that registers hold, on their way. The items of all threads are numbered by warp, vector,
 // lane, and place in the vector.
 struct Tile {

@@ -84,7 +84,7 @@ EACH = 64 * HALF_PARTIAL_BYTES
 
 
 def nbytes(pointer: Pointer) -> int:
-    return pointer.slot.nbytes
+    return pointer.buffer.nbytes
 
 
 def test_memory_for_partial_results():
@@ -113,7 +113,7 @@ def test_shares_are_no_shorter_than_a_split_may_be():
 
 
 def test_shares_have_the_kernels_cost_of_a_pair():
-    assert "PAIR_COST = 8;" in (kernels_root() / "attention/division/shares.cuh").read_text()
+    assert "PAIR_COST = 8;" in (kernels_root() / "attention/division/find_share.cuh").read_text()
 
 
 def boundary(items: int, pairs: int, ctas: int, cta: int) -> tuple[int, int]:

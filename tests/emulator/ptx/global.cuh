@@ -19,6 +19,3 @@ inline uint64_t load_acquire(const uint64_t* from) {
 inline void store_relaxed(uint64_t* to, uint64_t v) { *emu::aligned<uint64_t>(to) = v; }
 inline void store_release(uint64_t* to, uint64_t v) { *emu::aligned<uint64_t>(to) = v; }
 inline void store_16(void* to, const Vec16& v) { *emu::aligned<Vec16>(to) = v; }
-inline void store_4_if(bool when, void* to, uint32_t v) {
-    if (when) *emu::aligned<uint32_t>(to) = v;
-}

@@ -16,7 +16,7 @@ from ....layouts import Layout
 from ... import structs
 from ...kernel import Kernel
 from ...paging import ceil_div, pointer
-from ...program import Launch, Program, Slot
+from ...program import Buffer, Launch, Program
 from ..call import SOME_DONE, Call
 from ..divide import Division, Whole
 from ..problem import Problem
@@ -122,9 +122,9 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     tile_bits = ceil_div(capacity, bf16_sm90.TILE_ROWS) * queries  # 64-bit words of a group in `twice`
     sizes = (8 * tile_bits, 4 * capacity, 4, capacity)  # bytes of a group in twice, rows, group_lengths, excluded
     groups = min(total, max(SCRATCH_BYTES // sum(sizes), 1))  # of a launch
-    united = Slot("united lists", shape=(groups * sum(sizes),))
+    united = Buffer("united lists", shape=(groups * sum(sizes),))
     twice, rows, group_lengths, excluded = (united.ptr + groups * sum(sizes[:i]) for i in range(4))
-    left = Slot("lengths of what is left", shape=(problem.queries,), dtype=INT32)
+    left = Buffer("lengths of what is left", shape=(problem.queries,), dtype=INT32)
     flags = call.params.values[structs.ATTENTION.index["flags"]] | SOME_DONE
     params = call.params.replaced(**{"main.lengths": left.ptr, "flags": flags})
     steps: list[Launch] = []

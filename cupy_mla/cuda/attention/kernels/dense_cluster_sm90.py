@@ -10,7 +10,7 @@ from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
 from ...paging import ceil_div
-from ...program import Launch, Plan, Program, Slot
+from ...program import Buffer, Launch, Plan, Program
 from ...structs import Packed
 from ..divide import HALF_PARTIAL_BYTES, Clusters
 from ..problem import DenseProblem
@@ -82,6 +82,6 @@ def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Progra
     division = _clusters(problem)
     assert division is not None
     lines, ctas = division.heads, problem.items(division.heads) * division.cluster
-    memory = Slot("partial results", shape=(ctas * lines * HALF_PARTIAL_BYTES,)).ptr
+    memory = Buffer("partial results", shape=(ctas * lines * HALF_PARTIAL_BYTES,)).ptr
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests, cluster_parts=memory)
     return [Launch(kernel(problem.layout, lines), (ctas, 1, 1), params, division.cluster)]

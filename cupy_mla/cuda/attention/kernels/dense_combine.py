@@ -10,7 +10,7 @@ from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
 from ...paging import ceil_div
-from ...program import PLAN_BYTES, Launch, Plan, PlanField, Program, Slot
+from ...program import PLAN_BYTES, Buffer, Launch, Plan, PlanField, Program
 from ...structs import Packed
 from ..divide import CUT_COST, HALF_PARTIAL_BYTES, Shares
 from ..problem import DenseProblem
@@ -69,7 +69,7 @@ def in_shares(
     items = problem.items(lines)
     shares = items * splits if splits > 1 else min(division.ctas or problem.gpu.sms, items * problem.pairs)
     nbytes = (shares if splits > 1 else 2 * shares) * lines * HALF_PARTIAL_BYTES
-    memory = Slot("partial results", shape=(nbytes + SHARE_BYTES * shares,)).ptr
+    memory = Buffer("partial results", shape=(nbytes + SHARE_BYTES * shares,)).ptr
     params = params.replaced(
         s_q=1, h_q=problem.lines, num_queries=problem.requests, num_splits=splits, cluster_parts=memory,
         shares=memory + nbytes, least_split=LEAST_SPLIT, cut_cost=shares * CUT_COST,

@@ -11,7 +11,7 @@ from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
 from ...paging import ceil_div
-from ...program import Launch, Plan, Program, Slot
+from ...program import Buffer, Launch, Plan, Program
 from ...structs import Packed
 from ..divide import HALF_PARTIAL_BYTES, Clusters, Division, Shares, Whole, parse
 from ..problem import DenseProblem
@@ -132,5 +132,5 @@ def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Progra
     if isinstance(division, Whole):
         return [Launch(of, (min(items, sms), 1, 1), params)]
     ctas = items * division.cluster
-    memory = Slot("partial results", shape=(ctas * lines * HALF_PARTIAL_BYTES,)).ptr
+    memory = Buffer("partial results", shape=(ctas * lines * HALF_PARTIAL_BYTES,)).ptr
     return [Launch(of, (ctas, 1, 1), params.replaced(cluster_parts=memory), division.cluster)]

@@ -56,14 +56,13 @@ INVARIANT_ROWS = 704  # of a split of a batch-invariant call; a CTA can take a q
 
 WHOLE, CLUSTERS, SHARES, SEGMENTS, TEAMS = DIVISIONS = 0, 1, 2, 3, 4  # how work is divided over CTAs, see the kernel
 PLAIN_DIVISIONS = WHOLE, CLUSTERS, SHARES  # of rows with a scale of the call
-# Rows that are taken to take as long as those of another layout. Once there are records of rows of 528 bytes and of
-# FP4, times of their own are to be fitted.
+# Layouts without times of their own, and those whose times they have, until records of them are fitted.
 TIMED_AS = {
     PLAIN_FP8_576: V32_FP8, PLAIN_FP8_512: V4_FP8, V32_NOPE_FP8: V32_FP8, V41_FP8: V4_FP8, V41_FP8_SPLIT: V4_FP8,
     V32_NVFP4: V32_FP8, V4_NVFP4: V4_FP8,
 }  # fmt: skip
 MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
-# Addresses, one or two of them a tile, too.
+# Bytes that a thread may spill, by division and layout: addresses, one or two of a tile.
 SPILL_BYTES = {SEGMENTS: 20}
 SPILL_BYTES_OF = {V32_FP8: {**SPILL_BYTES, TEAMS: 4}, V32_NOPE_FP8: {**SPILL_BYTES, TEAMS: 8, CLUSTERS: 4}}
 
@@ -261,7 +260,7 @@ def item_cost(items: int, pairs: int, ctas: int) -> int:
     alike = gcd(items, ctas)  # so many times the same shares come again
     item, rest = np.divmod(np.arange(0, items // alike * ctas + 1, items), ctas)
     rest = rest * (costs + PAIR_COST * pairs)[:, None] // ctas - costs[:, None]
-    pair = (np.maximum(rest, 0) + PAIR_COST // 2) // PAIR_COST  # before which a share begins, as in shares.cuh
+    pair = (np.maximum(rest, 0) + PAIR_COST // 2) // PAIR_COST  # before which a share begins, as in find_share.cuh
     whole, begin, end = _times_within(pairs)
     slowest = ((item[1:] - item[:-1]) * whole + end[pair[:, 1:]] - begin[pair[:, :-1]]).max(axis=1)
     nearest = (slowest * SHARE_COSTS + abs(costs - ITEM_COST)).argmin()
@@ -270,8 +269,8 @@ def item_cost(items: int, pairs: int, ctas: int) -> int:
 
 @lru_cache(maxsize=64)
 def _times_within(pairs: int) -> tuple[int, np.ndarray, np.ndarray]:
-    """The time of an item of so many pairs, what of it is over for a share that begins before each pair, and what of it
-    a share has that ends there. Splits are not shorter than LEAST_SPLIT: items are cut farther ahead, or not at all."""
+    """The time of an item of so many pairs; what of it a share is spared that begins before each pair, and what a share
+    takes that ends there. Splits have LEAST_SPLIT pairs at least: nearer to its ends an item is not cut."""
     pair, whole = np.arange(pairs + 1), 100 * pairs + SHARE_ITEM + SHARE_RESULTS
     ends = [pair < LEAST_SPLIT, pair > pairs - LEAST_SPLIT]
     begin = np.select(ends, [0, whole], 100 * pair - SHARE_MERGED)

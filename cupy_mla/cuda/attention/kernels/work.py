@@ -28,13 +28,13 @@ WHOLE, SPLIT, SHARES = (
 
 
 def rounds_of(ctas: int, at_once: int) -> float:
-    """Rounds in which a GPU runs so many CTAs or clusters; no end of them where it runs none, as a part of a GPU (MIG)
-    or one whose GPCs have few SMs."""
+    """Rounds in which a GPU runs so many CTAs or clusters; inf where it runs none, as a part of a GPU (MIG) or one
+    whose GPCs have few SMs."""
     return -(-ctas // at_once) if at_once else inf
 
 
 def longest(problem: Problem) -> float:
-    """The longest of the lists, as a part of what a list may have: on average, where lengths are random."""
+    """The length of the longest list, as a part of what a list may have: the mean of random lengths."""
     return problem.queries / (problem.queries + 1) if problem.uneven else 1.0
 
 

@@ -3,8 +3,7 @@
 A module is named as a part of the name of the GPU that it is for. It has
 
     TIMES        by kernel and kind of work: what each amount takes (`kernels/work.py`)
-    EXCEPTIONS   calls for which TIMES would choose a slower candidate than the fastest one that was measured: by what
-                 its time is to be multiplied there
+    EXCEPTIONS   by call: factors on the times of candidates that TIMES would choose though faster ones were measured
 
 A GPU without a module has the times of `NEAREST`: it runs the portable kernel alone, or the kernels for Hopper, whose
 divisions compare on any GPU of that kind as on this one.
@@ -39,7 +38,7 @@ def of(gpu: Gpu) -> ModuleType:
 
 
 def size_of(problem: Problem) -> tuple[str, bool, bool, int, int, int, int]:
-    """What EXCEPTIONS know a call by."""
+    """A call as a key of EXCEPTIONS."""
     return (
         problem.layout.name, problem.prefill, problem.uneven, problem.heads, problem.queries, problem.entries,
         problem.extra_entries,
@@ -47,23 +46,23 @@ def size_of(problem: Problem) -> tuple[str, bool, bool, int, int, int, int]:
 
 
 def exceptions(problem: Problem) -> dict[str, float]:
-    """By what times of candidates are to be multiplied, by their text."""
+    """Factors on the times of candidates of a call, by their text."""
     return of(problem.gpu).EXCEPTIONS.get(size_of(problem), {})
 
 
 @cache
 def each(gpu: Gpu, kernel: str, words: Words, names: tuple[str, ...]) -> tuple[float, ...]:
-    """What each amount of work of these names takes, of which some take no time."""
+    """What a unit of each of these amounts of work takes; 0 of one that takes no time."""
     known = of(gpu).TIMES[kernel][text_of(words)]
     return tuple(known.get(name, 0.0) for name in names)
 
 
 def text_of(words: Words) -> str:
-    """What TIMES call a kind of work."""
+    """A kind of work as a key of TIMES."""
     return " ".join(str(word) for word in words if word != "")
 
 
 def microseconds(gpu: Gpu, kernel: str, work: Work) -> float:
-    """How long work takes; without end where a GPU never has done it."""
+    """How long work takes; inf where the GPU can never do it."""
     words, names, amounts = work
     return inf if inf in amounts else sum(map(mul, each(gpu, kernel, words, names), amounts))

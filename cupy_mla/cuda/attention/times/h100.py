@@ -100,6 +100,16 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "v32_fp8 whole 32": {"launch": 10.41, "load": 0.293, "mean": 6.017, "mean tiles": 0.1512, "rounds": 0.03101, "tiles": 1.883, "tiles at load": 0.0142},
         "v32_fp8 whole 8": {"launch": 3.176, "mean": 6.589, "mean tiles": 0.6059, "rounds": 2.897, "tiles": 0.01198},
     },
+    "fp8_short_sm90": {
+        "v4_fp8 clusters 32": {"launch": 9.116, "load": 0.53, "pairs": 1.59, "splits": 0.106},
+        "v4_fp8 clusters 32 uneven": {"launch": 9.116, "load": 0.53, "pairs": 1.59, "splits": 0.106},
+        "v4_fp8 clusters 64": {"launch": 9.964, "load": 0.848, "pairs": 2.12, "splits": 0.159},
+        "v4_fp8 clusters 64 uneven": {"launch": 9.964, "load": 0.848, "pairs": 2.12, "splits": 0.159},
+        "v4_fp8 whole 32": {"items": 2.756, "launch": 3.392, "load": 0.636, "pairs": 1.59, "pairs of later rounds": 1.59},
+        "v4_fp8 whole 32 uneven": {"items": 2.756, "launch": 3.392, "load": 0.636, "pairs": 1.59, "pairs of later rounds": 1.59},
+        "v4_fp8 whole 64": {"items": 3.18, "launch": 3.604, "load": 0.636, "pairs": 2.12, "pairs of later rounds": 2.12},
+        "v4_fp8 whole 64 uneven": {"items": 3.18, "launch": 3.604, "load": 0.636, "pairs": 2.12, "pairs of later rounds": 2.12},
+    },
     "fp8_sm90": {
         "v32_fp8 clusters 32": {"launch": 6.468, "load": 2.528, "pairs": 3.283, "pairs at load": 0.3258, "shared pairs at load": 0.003791, "splits longer than the ring": 0.03799},
         "v32_fp8 clusters 32 uneven": {"launch": 7.793, "load": 0.001403, "pairs": 3.222, "pairs at load": 0.5859, "shared pairs at load": 0.001137, "splits longer than the ring": 0.3268},

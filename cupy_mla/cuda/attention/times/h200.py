@@ -100,6 +100,16 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "v32_fp8 whole 32": {"launch": 8.458, "load": 0.2794, "mean": 5.738, "mean tiles": 0.1442, "rounds": 0.02519, "tiles": 1.53, "tiles at load": 0.01354},
         "v32_fp8 whole 8": {"launch": 2.58, "mean": 6.284, "mean tiles": 0.5778, "rounds": 2.354, "tiles": 0.009733},
     },
+    "fp8_short_sm90": {
+        "v4_fp8 clusters 32": {"launch": 8.6, "load": 0.5, "pairs": 1.5, "splits": 0.1},
+        "v4_fp8 clusters 32 uneven": {"launch": 8.6, "load": 0.5, "pairs": 1.5, "splits": 0.1},
+        "v4_fp8 clusters 64": {"launch": 9.4, "load": 0.8, "pairs": 2.0, "splits": 0.15},
+        "v4_fp8 clusters 64 uneven": {"launch": 9.4, "load": 0.8, "pairs": 2.0, "splits": 0.15},
+        "v4_fp8 whole 32": {"items": 2.6, "launch": 3.2, "load": 0.6, "pairs": 1.5, "pairs of later rounds": 1.5},
+        "v4_fp8 whole 32 uneven": {"items": 2.6, "launch": 3.2, "load": 0.6, "pairs": 1.5, "pairs of later rounds": 1.5},
+        "v4_fp8 whole 64": {"items": 3.0, "launch": 3.4, "load": 0.6, "pairs": 2.0, "pairs of later rounds": 2.0},
+        "v4_fp8 whole 64 uneven": {"items": 3.0, "launch": 3.4, "load": 0.6, "pairs": 2.0, "pairs of later rounds": 2.0},
+    },
     "fp8_sm90": {
         "v32_fp8 clusters 32": {"launch": 6.232, "load": 1.926, "pairs": 3.163, "pairs at load": 0.2483, "shared pairs at load": 0.002889, "splits longer than the ring": 0.0366},
         "v32_fp8 clusters 32 uneven": {"launch": 7.508, "load": 0.001069, "pairs": 3.104, "pairs at load": 0.4465, "shared pairs at load": 0.0008664, "splits longer than the ring": 0.3149},

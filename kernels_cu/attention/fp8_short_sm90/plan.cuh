@@ -1,0 +1,25 @@
+// Of fp8_short_sm90: constants and shared memory.
+#pragma once
+#include "attention/fp8_sm90/softmax.cuh"
+
+constexpr bool MEET = SPLITS_MEET;  // an item has a cluster, whose CTAs merge
+constexpr int TILES = 4, WARPS = 4 * TILES, CTA_THREADS = 32 * WARPS;
+constexpr int ROWS_AT = Q_BLOCKS * LINES_BYTES;
+static_assert(HAS_ROPE && E8M0_SCALES && Q_BLOCKS == 8 && TILES * LINES_BYTES <= ROWS_AT, "V4_FP8; P where Q was");
+
+struct alignas(16) Rest {
+    uint64_t full[WARPS];                          // a warp's rows have come
+    uint32_t valid[WARPS];                         // a bit for each row of a warp
+    float q_max[WARPS], across[WARPS][HEADS];      // of each warp
+    float ref[HEADS], scale[HEADS], sink[HEADS];   // what P^T is relative to; of O^T; in base 2
+    uint16_t ratio[TILES][CHUNKS + 1][TILE_ROWS];  // f16, scale / r; a chunk more is loaded, and not used
+};
+constexpr int REST_AT = ROWS_AT + TILES * TILE_ROWS * STRIDE, CTA_BYTES = REST_AT + int(sizeof(Rest));
+static_assert(CTA_BYTES <= SM90_SHARED_BYTES, "");
+__device__ __forceinline__ Rest& rest() { return *reinterpret_cast<Rest*>(shared + REST_AT); }
+__device__ __forceinline__ void meet() { named_barrier_sync(CONSUMER_SYNC, CTA_THREADS); }
+
+struct Item {
+    Query query;
+    int first_head;
+};

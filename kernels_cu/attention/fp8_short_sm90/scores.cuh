@@ -1,0 +1,96 @@
+// Of fp8_short_sm90: S^T of a tile, and P^T.
+#pragma once
+#include "attention/fp8_short_sm90/rows.cuh"
+
+// Writes what `values` of a thread's heads become over its warp's rows, to `across`.
+template <typename Combine, typename OverRows>
+__device__ __forceinline__ void write_across(const Role& r, float (&values)[OWN_HEADS], Combine combine,
+                                             OverRows over_rows) {
+    combine_lanes(r, values, combine);
+#pragma unroll
+    for (int c = 0; c < SUMS; ++c) {
+        const float value = SUMS == OWN_HEADS ? over_rows(values[c]) : values[c];
+        if (SUMS < OWN_HEADS || r.g == 0) rest().across[4 * r.warpgroup + r.warp][sum_head(r, c)] = value;
+    }
+}
+// The same where a warp has no rows.
+__device__ __forceinline__ void fill_across(const Role& r, float value) {
+#pragma unroll
+    for (int head = 0; head < HEADS; head += 32) rest().across[4 * r.warpgroup + r.warp][head + r.lane] = value;
+}
+
+// All have written the largest logits + log2 r of their heads: references are found of them, while all meet twice.
+__device__ __forceinline__ void find_references() {
+    meet();
+    if (threadIdx.x < HEADS) {
+        float top = REF_NONE;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) top = fmaxf(top, rest().across[i][threadIdx.x]);
+        rest().ref[threadIdx.x] = fmaxf(top - HEADROOM, REF_NONE);
+    }
+    meet();
+}
+
+// As store_ratios of softmax.cuh.
+__device__ __forceinline__ void store_ratios_of_tile(const Role& r, const RowScales& scales) {
+    const int place = 16 * r.warp + r.g / 2 * 4 + r.g % 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int k = 0; k < RATIO_WORDS; ++k) {
+            if (k < CHUNKS / 4 || r.t < CHUNKS % 4)
+                rest().ratio[r.warpgroup][chunk_of_word(r.t, k)][place + 2 * i] = uint16_t(scales.ratio[k] >> 16 * i);
+        }
+    }
+}
+
+// P^T = r 2^(logit - ref) of the tile to shared memory, and the sums of P^T / r to `across`.
+__device__ __forceinline__ void store_p_of_tile(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
+    const int line = r.lane % 8 + r.lane / 16 * 8, chunk = 2 * r.warp + r.lane / 8 % 2;
+    const uint32_t to = swizzled(shared_address(shared) + r.warpgroup * LINES_BYTES, line, chunk);
+    float sums[OWN_HEADS];
+    uint32_t rounded[2][2];
+#pragma unroll
+    for (int j = 0; j < HEADS / 8; ++j) {
+        const float2 ref = *reinterpret_cast<const float2*>(&rest().ref[r.head(2 * j)]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float x = exp2_approx(fmaf(s[4 * j + 2 * i], scales.logit[i], -ref.x));
+            const float y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], scales.logit[i], -ref.y));
+            sums[2 * j] = i == 0 ? x : sums[2 * j] + x;
+            sums[2 * j + 1] = i == 0 ? y : sums[2 * j + 1] + y;
+            rounded[j % 2][i] = pack_f16x2(x * scales.r[i], y * scales.r[i]);
+        }
+        if (j % 2 == 1)
+            stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
+    }
+    write_across(r, sums, [](float x, float y) { return x + y; }, [](float x) { return rows_sum(x); });
+}
+
+// S^T of the warpgroup's tile, and P^T of it. All threads meet three times.
+__device__ __forceinline__ void attend_tile(const AttentionParams& p, const Role& r, float logit_scale) {
+    float s[HEADS / 2];
+    const RowScales scales = multiply_qk_fine_scales(rows_of_warp(r) + r.g * STRIDE, r.t, false, logit_scale, s);
+    const uint32_t valid = rest().valid[4 * r.warpgroup + r.warp];
+    if (!all_seen(valid)) mask_rows(p, r, 0, valid, logit_scale < 0.0f ? INF : -INF, s);
+    store_ratios_of_tile(r, scales);
+    const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact
+    float tops[OWN_HEADS];
+#pragma unroll
+    for (int c = 0; c < OWN_HEADS; ++c)
+        tops[c] =
+            fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0], s[element(1, c)] * scales.logit[1] + log2_r[1]);
+    write_across(r, tops, [](float x, float y) { return fmaxf(x, y); }, [](float x) { return rows_max(x); });
+    find_references();
+    store_p_of_tile(r, scales, s);
+    fence_proxy_async();
+    meet();
+}
+
+// The same in a warpgroup whose tile is not multiplied.
+__device__ __forceinline__ void pass_tile(const Role& r) {
+    fill_across(r, REF_NONE);
+    find_references();
+    fill_across(r, 0.0f);
+    meet();
+}

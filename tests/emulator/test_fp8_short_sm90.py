@@ -1,0 +1,64 @@
+"""`fp8_short_sm90` on an emulated GPU, so small that a CTA has several work items."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupy_mla.cuda.attention.choose import VARIABLE
+
+from .. import oracle
+from ..cases import check_decode, off_zero, paged, queries, sinks, with_holes
+from .emulator import needs_compiler
+
+pytestmark = needs_compiler
+
+KERNEL = "fp8_short_sm90"
+
+
+@pytest.fixture(autouse=True)
+def forced(emulated, monkeypatch):
+    monkeypatch.setenv(VARIABLE, KERNEL)
+    yield
+    assert KERNEL in emulated.launched
+
+
+@pytest.mark.long(sample=2)
+@pytest.mark.parametrize("emulated", [2], indirect=True)
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize(
+    ("topk", "cluster"),
+    [
+        ((128, 0), 1),
+        ((128, 64), 1),
+        ((100, 70), 1),
+        ((128, 128), 1),
+        ((1, 0), 1),
+        ((250, 0), 1),
+        ((0, 130), 1),
+        ((128, 512), 3),
+        ((128, 512), 5),
+        ((100, 70), 2),
+        ((330, 0), 6),
+        ((60, 1900), 8),
+    ],
+    ids=str,
+)
+def test_lists(force, kind, rng, heads, topk, cluster):
+    """Of all lengths, one without a row, one full, one whose rows all are in its last tile; with holes."""
+    b, s_q, h_q = 3, int(rng.integers(1, 3)), int(rng.integers(1, 129))
+    main, extra = (
+        paged(rng, oracle.V4, b, s_q, entries, int(rng.choice([1, 61, 64])), lengths=bool(rng.integers(2)))
+        for entries in topk
+    )
+    for lists in (main, extra):
+        full = lists.indices[1].copy()
+        with_holes(rng, lists)
+        lists.indices[0], lists.indices[1], lists.indices[2, :, :-20] = -1, full, -1
+    some = extra if topk[1] else None
+    q = off_zero(oracle.V4, queries(rng, b, s_q, h_q, 512), main, some)
+    force(
+        division=f"clusters(heads={heads}, splits={cluster}, cluster={cluster})"
+        if cluster > 1
+        else f"whole(heads={heads})"
+    )
+    check_decode(kind, oracle.V4, q, main, some, sink=sinks(rng, h_q), out_gaps=(0, 0, 0, int(rng.integers(3))))
