@@ -18,7 +18,7 @@ struct State {
 };
 
 struct InShares : SingleQueries {
-    static constexpr bool POLICY = true, OVERLAPS = true, AHEAD = true;
+    static constexpr bool POLICY = true, OVERLAPS = true;
 
     static __device__ __forceinline__ State& state() {
         return *reinterpret_cast<State*>(shared + SHARED_BYTES<InShares>);
@@ -38,9 +38,6 @@ struct InShares : SingleQueries {
         const Boundary end = state().mine.end;
 #pragma unroll 1
         for (int item = end.item - (end.pair == 0); item >= state().mine.begin.item; --item) act(item);
-    }
-    static __device__ __forceinline__ int next_item(const Params&, int item, int, bool) {
-        return item > state().mine.begin.item ? item - 1 : -1;
     }
     static __device__ __forceinline__ bool begins_item(int item) { return state().mine.begins(item); }
     static __device__ __forceinline__ bool ends_item(int item) { return state().mine.ends(item); }

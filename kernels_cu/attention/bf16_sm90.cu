@@ -5,7 +5,7 @@
 #include "attention/bf16_sm90.cuh"
 
 struct Plain : SingleQueries {
-    static constexpr bool POLICY = true, OVERLAPS = true, AHEAD = true, LATE = true;
+    static constexpr bool POLICY = true, OVERLAPS = true, LATE = true;
 
     static __device__ __forceinline__ bool finds_work_in_memory(const Params& p) {
         return p.order != nullptr || has_lengths(p) || p.flags & SOME_DONE;
@@ -21,12 +21,6 @@ struct Plain : SingleQueries {
     }
     static __device__ __forceinline__ int find_item(const Params& p, int item, int head_tiles) {
         return find_head_tile(p, item, head_tiles);
-    }
-    // For_each_item changes direction from round to round; `even`: whether it is the first, third, ... Of no use where
-    // items have an order.
-    static __device__ __forceinline__ int next_item(const Params& p, int item, int head_tiles, bool even) {
-        const int next = item + 1 + 2 * int(even ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        return p.order == nullptr && next < num_items(p, head_tiles) ? next : -1;
     }
     static __device__ __forceinline__ int length_of(const Params& p, int index, int head_tiles) {
         return list_length(p.main, query_of_item(p, index, head_tiles).b);

@@ -6,7 +6,6 @@
 //   POLICY, read_once    whether rows that are read once leave L2 before others, and whether they are
 //   SKIPS                how tiles without a valid entry are passed over
 //   load_last, shorten   VOTED: what tells whether the list ends with a row, and making it end there
-//   AHEAD, next_item     whether the next work item's Q is brought into L2; which that is, -1 if there is none
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
 //   LATE, finds_work_in_memory    whether roles begin before that, unless the first work item depends on memory
 //   wait                 in clusters and where roles begin before that: what the producers do then
@@ -46,7 +45,7 @@ struct Copier {
 
 // What most kernels have.
 struct Default {
-    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false, AHEAD = false, LATE = false;
+    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false, LATE = false;
     static constexpr Skips SKIPS = Skips::NONE;
 
     template <typename Params>

@@ -3,7 +3,6 @@
 #include "attention/bf16_sm90/tiles.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/prefetch.cuh"
 
 // Start the copies of column blocks BEGIN to END - 1 of this thread's rows FIRST to LAST - 1, of four, to a tile or Q
 // at `place` of shared memory. Null rows become zeros.
@@ -76,17 +75,6 @@ __device__ __forceinline__ void announce(int work, int length) {
     mbarrier_arrive(shared_address(&small<K>().q_full));
 }
 
-// Starts to bring Q of work item `index` into L2. Where lists are equally long, all CTAs come to their next items at a
-// time, and Q from memory would be waited for. A negative index: there is none.
-template <typename K>
-__device__ __forceinline__ void bring_q_near(const typename K::Params& p, int index, int head_tiles) {
-    if (threadIdx.x % WARPGROUP != 0 || index < 0 || p.q_h != D_QK) return;
-    const Work w = K::work_of(p, index, head_tiles, 0);
-    const Line line = K::line_at(p, w, w.head_tile * HEADS);
-    const bf16* q = p.q + line.query.b * p.q_b + line.query.s * p.q_s + line.head * p.q_h;
-    prefetch_in_bulk(q, min(HEADS, p.h_q - line.head) * D_QK * int(sizeof(bf16)));
-}
-
 template <typename K>
 __device__ __forceinline__ void copy_all(const typename K::Params& p) {
     const Copier c = Copier::here<K>(p, threadIdx.x / 32 - 8);
@@ -112,7 +100,6 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
 
         bool last = !tiles.begin(p, w, c, asked, even, odd);
         announce<K>(index, w.length);
-        if constexpr (K::AHEAD) bring_q_near<K>(p, K::next_item(p, index, head_tiles, parity < 2), head_tiles);
 #pragma unroll 1
         for (int pair = 0; !last; ++pair) {
             // A pair without a valid entry is passed over; the last one is copied all the same and tells that it is
