@@ -5,8 +5,17 @@
 #include "attention/bf16_sm90.cuh"
 
 struct Plain : SingleQueries {
-    static constexpr bool POLICY = true, OVERLAPS = true;
+    static constexpr bool POLICY = true, OVERLAPS = true, LATE = true;
 
+    static __device__ __forceinline__ bool finds_work_in_memory(const Params& p) {
+        return p.order != nullptr || has_lengths(p) || p.flags & SOME_DONE;
+    }
+    // Of each work item: behind the first these do nothing.
+    static __device__ __forceinline__ void wait(const Params&, Work&) {
+        if constexpr (!LATE) return;
+        wait_for_earlier_kernels();
+        let_next_kernel_start();
+    }
     static __device__ __forceinline__ int num_items(const Params& p, int head_tiles) {
         return p.num_queries * head_tiles;
     }

@@ -27,7 +27,7 @@ MAX_SPLITS = 1024  # of a query's rows; each takes memory for a partial result
 
 # Of shares (kernels_cu/attention/division/find_share.cuh), in eighths of the time of a pair of tiles: what a work item
 # costs beside its pairs, and what a share of lists that are not equally long costs more because items are cut.
-ITEM_COST, CUT_COST = 11, 24
+PAIR_COST, ITEM_COST, CUT_COST = 8, 11, 24
 
 
 class Whole(NamedTuple):

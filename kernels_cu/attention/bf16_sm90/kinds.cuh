@@ -7,7 +7,8 @@
 //   SKIPS                how tiles without a valid entry are passed over
 //   load_last, shorten   VOTED: what tells whether the list ends with a row, and making it end there
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
-//   wait                 in clusters, where roles begin before that: what the producers do then
+//   LATE, finds_work_in_memory    whether roles begin before that, unless the first work item depends on memory
+//   wait                 in clusters and where roles begin before that: what the producers do then
 //   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
 //   find_work            what the producers know of a work item, ...
 //   length_of, work_of   ... and the consumers
@@ -44,11 +45,15 @@ struct Copier {
 
 // What most kernels have.
 struct Default {
-    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false;
+    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false, LATE = false;
     static constexpr Skips SKIPS = Skips::NONE;
 
     template <typename Params>
     static __device__ __forceinline__ void start(const Params&) {}
+    template <typename Params>
+    static __device__ __forceinline__ bool finds_work_in_memory(const Params&) {
+        return true;
+    }
     template <typename K, typename Params>
     static __device__ __forceinline__ Work find_work(const Params& p, int index, int head_tiles) {
         return K::work_of(p, index, head_tiles, K::length_of(p, index, head_tiles));

@@ -68,6 +68,7 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p, int wa
     const typename K::Reader reader = K::Reader::here(p, warp, lane);
     uint32_t parity = 0, turn = 0;
     if constexpr (K::CLUSTER) copy_q<K>(p, warpgroup, warp);
+    if constexpr (K::LATE) wait_for_earlier_kernels();
 #pragma unroll 1
     for (;; turn ^= 1) {
         Softmax state;
@@ -114,9 +115,11 @@ __device__ __forceinline__ void run(const typename K::Params& p) {
     K::init(p);
     __syncthreads();
     if constexpr (K::OVERLAPS && !K::CLUSTER) {
-        wait_for_earlier_kernels();
-        K::start(p);
-        let_next_kernel_start();
+        if (!K::LATE || K::finds_work_in_memory(p)) {
+            wait_for_earlier_kernels();
+            K::start(p);
+            let_next_kernel_start();
+        }
     }
     const int warpgroup = uniform(threadIdx.x / WARPGROUP);
     if (warpgroup == 2) {

@@ -1,7 +1,6 @@
 // Of bf16_sm90: the results of a work item.
 #pragma once
 #include "attention/bf16_sm90/scores.cuh"
-#include "rows/chunk.cuh"
 
 // A line's softmax over the tiles of both warpgroups.
 struct LineTotal {
@@ -18,31 +17,36 @@ __device__ __forceinline__ LineTotal line_total(int warp, int lane, int turn, co
 }
 
 // Writes the output and statistics of one work item: a warpgroup's half of the columns. `total_of(i)` returns the
-// LineTotal of a thread's i-th line.
+// LineTotal of a thread's i-th line. What follows a main loop is fetched from memory, so what is mostly run is short and
+// stands in one piece: no chunk asks whether the output is aligned.
 template <typename K, typename Total>
 __device__ __forceinline__ void write_lines(const typename K::Params& p, const Work& w, int warpgroup, int warp,
                                             int lane, Total total_of, const float (&o)[128]) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int row = 16 * warp + g + 8 * i;
-        const Line line = K::line_at(p, w, w.head_tile * HEADS + row);
+        const Line line = K::line_at(p, w, w.head_tile * HEADS + 16 * warp + g + 8 * i);
         const LineTotal total = total_of(i);
         const HeadResult result = {total.max, log2_sum_exp(total.ref, total.sum)};
         const bool here = line.head < p.h_q;  // all lanes of the quad agree, and all take part in the shuffles
         const float scale = !here || total.sum == 0.0f ? 0.0f : sink_factor(p, line.head, result.lse) / total.sum;
         bf16* out = out_of(p, line.query, line.head, 256 * warpgroup);
-        const bool aligned = p.flags & WIDE_OUT;
+        auto pack = [&](int j) { return pack_items(o[4 * j + 2 * i] * scale, o[4 * j + 2 * i + 1] * scale); };
+        if (p.flags & WIDE_OUT) {
+            Vec16* to = reinterpret_cast<Vec16*>(out) + t;
 #pragma unroll
-        for (int j = 0; j < 32; j += 4) {
-            uint32_t packed[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float* two = &o[4 * (j + k) + 2 * i];
-                packed[k] = pack_items(two[0] * scale, two[1] * scale);
+            for (int j = 0; j < 32; j += 4) {
+                uint32_t packed[4] = {pack(j), pack(j + 1), pack(j + 2), pack(j + 3)};
+                transpose_quad(packed, t);
+                if (here) to[j] = {packed[0], packed[1], packed[2], packed[3]};
             }
-            transpose_quad(packed, t);
-            if (here) store_chunk(out + CHUNK * (j + t), {packed[0], packed[1], packed[2], packed[3]}, aligned);
+        } else if (here) {
+#pragma unroll
+            for (int j = 0; j < 32; ++j) {
+                const uint32_t packed = pack(j);
+                out[8 * j + 2 * t] = bf16(packed);
+                out[8 * j + 2 * t + 1] = bf16(packed >> 16);
+            }
         }
         if (warpgroup == 0 && t == 0 && here) write_statistics(p, line.query, line.head, result);
     }

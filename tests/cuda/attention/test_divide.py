@@ -6,6 +6,8 @@ import pytest
 
 from cupy_mla.cuda.attention.divide import (
     HALF_PARTIAL_BYTES,
+    ITEM_COST,
+    PAIR_COST,
     Clusters,
     Segments,
     Shares,
@@ -17,6 +19,7 @@ from cupy_mla.cuda.attention.divide import (
     split_numbers,
     text_of,
 )
+from cupy_mla.cuda.attention.kernels.bf16_shares_sm90 import slowest_share
 from cupy_mla.cuda.attention.problem import Problem
 from cupy_mla.cuda.kernel import kernels_root
 from cupy_mla.cuda.program import Pointer
@@ -111,6 +114,30 @@ def test_shares_are_no_shorter_than_a_split_may_be():
 
 def test_shares_have_the_kernels_cost_of_a_pair():
     assert "PAIR_COST = 8;" in (kernels_root() / "attention/division/find_share.cuh").read_text()
+
+
+def boundary(items: int, pairs: int, ctas: int, cta: int) -> tuple[int, int]:
+    """Before which item and pair a share begins, as `even_boundary` in shares.cuh finds it."""
+    cost = ITEM_COST + PAIR_COST * pairs
+    item, rest = divmod(items * cost * cta // ctas, cost)
+    pair = (max(rest - ITEM_COST, 0) + PAIR_COST // 2) // PAIR_COST
+    return (item, pair) if pair < pairs else (item + 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("items", "pairs", "ctas"), [(402, 2, 132), (430, 3, 132), (90, 11, 132), (132, 5, 132), (1, 16, 16), (7, 1, 7)]
+)
+def test_the_slowest_share_is_one_of_the_kernels(items, pairs, ctas):
+    """None has more pairs and more items."""
+    shares = set()
+    for cta in range(ctas):
+        (first, begin), (last, end) = boundary(items, pairs, ctas, cta), boundary(items, pairs, ctas, cta + 1)
+        shares.add((last - first + (end > 0), (last - first) * pairs + end - begin, (begin > 0) + (end > 0)))
+    slowest = slowest_share(items, pairs, ctas)
+    assert slowest in shares
+    assert not [
+        of for of in shares if of != slowest and all(mine <= theirs for mine, theirs in zip(slowest, of, strict=True))
+    ]
 
 
 def test_a_problem_prints_itself_in_one_line():

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
+from math import gcd
 from typing import Any
+
+import numpy as np
 
 from ....layouts import Layout
 from ... import structs
 from ...kernel import Kernel
 from ...program import Launch, Program
 from ..call import Call
-from ..divide import HALF_PARTIAL_BYTES, Division, Shares
+from ..divide import HALF_PARTIAL_BYTES, ITEM_COST, PAIR_COST, Division, Shares
 from ..problem import Problem
 from ..times import Work
 from . import bf16_sm90
@@ -73,7 +76,46 @@ def work(problem: Problem, division: Any) -> Work:
         pairs = -(-problem.pairs // division.splits)
         counted = split(problem, items * division.splits, division.splits, pairs, shared)
         return ("splits", *words), *counted
-    return ("shares", *words), *shares(problem, items, shared)
+    names, amounts = shares(problem, items, shared)
+    if problem.uneven or items == 0:
+        return ("shares", *words), names, amounts
+    ctas = max(1, min(problem.gpu.sms, items * problem.pairs // LEAST_SPLIT))
+    begun, pairs, cuts = slowest_share(items, problem.pairs, ctas)
+    return ("shares", *words), (*names, "cuts"), (1, begun, pairs, amounts[3], cuts)
+
+
+# Of a share, in eighths of the time of a pair of tiles: an item begun, for Q, first rows and results, and an end that
+# cuts an item, for the partial result that is left or merged. They tell which share is the slowest.
+SLOWEST_ITEM, SLOWEST_CUT = 15, 5
+
+
+def slowest_share(items: int, pairs: int, ctas: int) -> tuple[int, int, int]:
+    """Items, pairs of tiles and ends within an item of the slowest of so many shares.
+
+    Shares end at whole pairs, and a part of an item needs its Q and first rows as a whole one does. So of short lists
+    the slowest share takes much longer than the mean.
+    """
+    alike = gcd(items, ctas)  # so many times the same shares come again
+    item, rest = np.divmod(np.arange(0, items // alike * ctas + 1, items), ctas)
+    pair_of, before, until = _within(pairs, ctas)
+    took = (item[1:] - item[:-1]) * (SLOWEST_ITEM + PAIR_COST * pairs) + until[rest[1:]] - before[rest[:-1]]
+    share = int(took.argmax())
+    first, last = int(item[share]), int(item[share + 1])
+    begin, end = int(pair_of[rest[share]]), int(pair_of[rest[share + 1]])
+    multiplied = (last - first) * pairs + end - begin
+    return last - first + (end > 0) - (begin == pairs), multiplied, (0 < begin < pairs) + (0 < end < pairs)
+
+
+@lru_cache(maxsize=64)
+def _within(pairs: int, ctas: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of shares that begin or end so many `ctas`-ths of an item's cost behind its begin: before which pair, as in
+    shares.cuh; the time of an item that a share is spared which begins there, and that of one which ends there."""
+    cost = np.arange(ctas) * (ITEM_COST + PAIR_COST * pairs) // ctas
+    pair = np.minimum((np.maximum(cost - ITEM_COST, 0) + PAIR_COST // 2) // PAIR_COST, pairs)
+    ends = [pair == 0, pair == pairs]
+    whole = SLOWEST_ITEM + PAIR_COST * pairs
+    before = np.select(ends, [0, whole], PAIR_COST * pair - SLOWEST_CUT)
+    return pair, before, np.select(ends, [0, whole], SLOWEST_ITEM + PAIR_COST * pair + SLOWEST_CUT)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

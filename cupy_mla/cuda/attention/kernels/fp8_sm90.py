@@ -30,7 +30,18 @@ from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
 from ...program import Launch, Program
 from ..call import Call
-from ..divide import HALF_PARTIAL_BYTES, ITEM_COST, Clusters, Division, Segments, Shares, Teams, Whole, split_numbers
+from ..divide import (
+    HALF_PARTIAL_BYTES,
+    ITEM_COST,
+    PAIR_COST,
+    Clusters,
+    Division,
+    Segments,
+    Shares,
+    Teams,
+    Whole,
+    split_numbers,
+)
 from ..problem import TILE_ROWS, Problem
 from ..times import Work
 from . import few_heads_sm90
@@ -236,7 +247,6 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
 # Of a share with 64 heads, in hundredths of the time of a pair of tiles, from clocks within the kernel: Q and first
 # rows of each item, results, and the partial results that it leaves and merges.
 SHARE_ITEM, SHARE_RESULTS, SHARE_LEFT, SHARE_MERGED = 96, 63, 56, 81
-PAIR_COST = 8  # kernels_cu/attention/division/find_share.cuh
 # Item costs below this are tried. Where a share is less than an item, none above ITEM_COST: CTAs wait for each other's
 # partial results, which the times above leave out. SHARE_GAIN: the percent that another one than ITEM_COST must gain.
 SHARE_COSTS, SHARE_GAIN = 21, 1
