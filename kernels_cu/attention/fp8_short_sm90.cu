@@ -1,5 +1,5 @@
-// Sparse attention of V4_FP8 rows on Hopper, 32 or 64 heads of a query at a time, for lists of at most 256 rows: all rows
-// of a query are in shared memory at once. There is no ring, and nobody but the warps that use a row fetches it.
+// Sparse attention of V4_FP8 rows on Hopper, 32 or 64 heads of a query at a time, for lists of at most 256 rows: all
+// rows of a query are in shared memory at once. There is no ring, and nobody but the warps that use a row fetches it.
 //
 //   S^T = K . Q^T, O^T = V^T . P^T as in fp8_sm90.cu, whose headers make S^T. Four warpgroups, each
 //
@@ -13,14 +13,11 @@
 //       ----  all meet
 //     results, through the place of Q and P
 //
-// A reference that all rows have is found before the first P^T: so there is none that rises, nothing is multiplied again,
-// and P^T is at most 2^HEADROOM. Scales and their rounding are as in fp8_sm90.cu.
+// A reference that all rows have is found before the first P^T: so there is none that rises, nothing is multiplied
+// again, and P^T is at most 2^HEADROOM. Scales and their rounding are as in fp8_sm90.cu.
 //
 // Where tiles are: main lists from tile 0 on, extra lists from the tile behind the longest main list on. So an entry's
 // place does not depend on lengths, which are loaded with it. Tiles without a valid entry are not multiplied.
-//
-// MEET: an item has a cluster, to whose CTAs its tiles are dealt out in turn, four at most each. They leave partial results
-// to one another and merge a share of the output each (attention/division/merge.cuh).
 //
 // Shared memory, HEADS 64: Q, then four P of heads x 64 f16, 65,536; 256 rows x 592, 151,552; the rest 9,216.
 // Registers: 128, four warps of a scheduler.
@@ -33,11 +30,11 @@
 //   queries    Q
 //   scores     S^T and P^T
 //   values     O^T
-//   results    what becomes of O^T
+//   results    denominators, and O^T as results
 #include "attention/fp8_short_sm90/queries.cuh"
 #include "attention/fp8_short_sm90/results.cuh"
 
-// grid: tiles of heads x CTAs, which take queries in turn; MEET: CTAs of the clusters of a query's tiles of heads x queries.
+// grid: tiles of heads x CTAs, which take queries in turn.
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
     fp8_short_sm90(const __grid_constant__ AttentionParams p) {
     const Role who = Role::of(threadIdx.x, uniform(threadIdx.x / WARPGROUP), uniform(threadIdx.x / 32 % 4));
@@ -50,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
     }
     __syncwarp();  // no other warp uses it
     const bool has_tile = place_of_tile(p, who.warpgroup).exists;
-    Item item = {query_by_branch(p, blockIdx.y), int(blockIdx.x / (MEET ? cluster_size() : 1)) * HEADS};
+    Item item = {query_by_branch(p, blockIdx.y), int(blockIdx.x) * HEADS};
     wait_for_earlier_kernels();
     let_next_kernel_start();
     Entry entry = load_entry(p, item.query, role());
@@ -83,10 +80,6 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
         Values2 out;
         multiply_pv(role(), tiles, out);
         meet();
-        if constexpr (MEET) {
-            merge_in_cluster(p, done, role(), out);
-            break;
-        }
         if (next < p.num_queries) {
             fence_proxy_async();  // between reads of rows and bulk copies to the same place
             copy_rows(p, entry, role());

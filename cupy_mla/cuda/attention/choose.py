@@ -134,7 +134,11 @@ def _require_name(by: str, name: str | None) -> None:
 def _why_not(problem: Problem) -> str:
     """The message about a kernel or a division that is forced and cannot serve a call."""
     free = problem._replace(kernel="", division="")
-    able = [name for name, kernel in KERNELS.items() if kernel.serves(free)]
+    able = [
+        name
+        for name, kernel in KERNELS.items()
+        if kernel.serves(free) and any(kernel.candidates(free._replace(kernel=name)))
+    ]
     if problem.kernel not in ("", *able):
         return why_not_kernel(problem.kernel, free, able)
     offered = dict.fromkeys(

@@ -2,7 +2,6 @@
 #pragma once
 #include "attention/fp8_sm90/softmax.cuh"
 
-constexpr bool MEET = SPLITS_MEET;  // an item has a cluster, whose CTAs merge
 constexpr int TILES = 4, WARPS = 4 * TILES, CTA_THREADS = 32 * WARPS;
 constexpr int ROWS_AT = Q_BLOCKS * LINES_BYTES;
 static_assert(HAS_ROPE && E8M0_SCALES && Q_BLOCKS == 8 && TILES * LINES_BYTES <= ROWS_AT, "V4_FP8; P where Q was");

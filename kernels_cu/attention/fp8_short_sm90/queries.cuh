@@ -2,8 +2,8 @@
 #pragma once
 #include "attention/fp8_short_sm90/plan.cuh"
 
-// This thread's part of Q: of HEADS / 32 heads eight columns for each t, as store_q takes them (queries.cuh). Eight lanes
-// store to all banks; four load 64 bytes of a head.
+// This thread's part of Q: of HEADS / 32 heads eight columns for each t, as store_q takes them (queries.cuh). Eight
+// lanes store to all banks; four load 64 bytes of a head.
 struct QColumns {
     static constexpr int COUNT = HEADS / 32;
     Vec16 of[COUNT][4];

@@ -2,27 +2,22 @@
 #pragma once
 #include "attention/fp8_short_sm90/plan.cuh"
 
-// MEET: the tiles of an item are dealt out to the CTAs of a cluster in turn.
-__device__ __forceinline__ int tile_of(int warpgroup) {
-    return MEET ? cluster_rank() + warpgroup * cluster_size() : warpgroup;
-}
-
-// The cache of a warpgroup's tile, and the tile's place in its list. The first warpgroup has one in any case.
+// The cache of a tile, and the tile's place in its list. A warpgroup has the tile of its number, the first one in any
+// case.
 struct Place {
     const Source& source;
     int first;
     bool exists;
 };
-__device__ __forceinline__ Place place_of_tile(const AttentionParams& p, int warpgroup) {
-    const int tile = tile_of(warpgroup);
+__device__ __forceinline__ Place place_of_tile(const AttentionParams& p, int tile) {
     const int of_extra = tile - ceil_div(p.main.topk, TILE_ROWS);
     const Source& source = of_extra < 0 ? p.main : p.extra;
     const int first = (of_extra < 0 ? tile : of_extra) * TILE_ROWS;
-    return {source, first, warpgroup == 0 || first < source.topk};
+    return {source, first, tile == 0 || first < source.topk};
 }
 
-// The entry of this lane's row, and the length of its list, neither looked at yet: nothing waits for them before Q is asked
-// for. Lane l < 16 has row l of its warp's.
+// The entry of this lane's row, and the length of its list, neither looked at yet: nothing waits for them before Q is
+// asked for. Lane l < 16 has row l of its warp's.
 struct Entry {
     int32_t slot, length, at;
     __device__ __forceinline__ bool is_listed() const { return at < length; }

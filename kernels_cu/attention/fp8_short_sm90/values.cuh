@@ -2,7 +2,8 @@
 #pragma once
 #include "attention/fp8_short_sm90/plan.cuh"
 
-// Column blocks 2 w and 2 w + 1 of O^T, of warpgroup w: rows g and g + 8 of a warp's 16 are its columns 2 g and 2 g + 1.
+// Column blocks 2 w and 2 w + 1 of O^T, of warpgroup w: rows g and g + 8 of a warp's 16 are its columns 2 g and
+// 2 g + 1.
 struct Values2 {
     float o[2][HEADS / 2];
 };

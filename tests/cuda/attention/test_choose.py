@@ -226,6 +226,7 @@ def test_a_name_that_does_not_exist_is_an_error(name):
         ("bf16_cluster_sm90", decode(BF16_576, 64, 1, num_splits=1)),
         ("fp8_sm90", decode(BF16_576, 64, 1)),
         ("fp8_sm90", decode(V32_FP8, 64, 1, gpu=L40)),
+        ("fp8_short_sm90", decode(V4_FP8, 64, 1)),
         ("few_heads_sm90", decode(V4_FP8, 8, 1)),
         ("bf16_grouped_sm90", prefill(33, 1000)),
         ("portable", decode(V32_FP8, 8, 1, gpu=L40)),

@@ -21,13 +21,7 @@ from ...kinds import gapped
 pytestmark = pytest.mark.gpu
 
 KERNEL, V4 = "fp8_short_sm90", oracle.V4
-WAYS = [
-    "whole(heads=32)",
-    "whole(heads=64)",
-    "clusters(heads=32, splits=2, cluster=2)",
-    "clusters(heads=64, splits=3, cluster=3)",
-]
-WAY = pytest.mark.parametrize("division", WAYS)
+WAY = pytest.mark.parametrize("division", ["whole(heads=32)", "whole(heads=64)"])
 
 
 @pytest.fixture
@@ -59,19 +53,6 @@ def test_sizes(hopper, forced, rng, b, s_q, h_q, topk, extra_topk, division):
     q = off_zero(V4, queries(rng, b, s_q, h_q, 512), main, extra)
     forced(division)
     check_decode(hopper, V4, q, main, extra, sink=sinks(rng, h_q))
-
-
-@pytest.mark.parametrize("heads", [32, 64])
-@pytest.mark.parametrize("cluster", [3, 5, 8])
-@pytest.mark.parametrize(("b", "s_q", "h_q", "topk", "extra_topk"), [(1, 1, 7, 0, 700), (5, 2, 128, 128, 512)])
-def test_clusters(hopper, force, rng, b, s_q, h_q, topk, extra_topk, heads, cluster):
-    """Some CTAs of a cluster have no row of a list."""
-    main, extra = paged(rng, V4, b, s_q, topk, 64, lengths=True), paged(rng, V4, b, s_q, extra_topk, 2, lengths=True)
-    with_holes(rng, extra)
-    main.length[b // 2], extra.length[: (b + 1) // 2] = 0, (3, 70, extra_topk)[: (b + 1) // 2]
-    q = off_zero(V4, queries(rng, b, s_q, h_q, 512), main, extra)
-    force(KERNEL, f"clusters(heads={heads}, splits={cluster}, cluster={cluster})")
-    check_decode(hopper, V4, q, main, extra, sink=sinks(rng, h_q), out_gaps=(0, 0, 0, int(rng.integers(3))))
 
 
 @WAY

@@ -101,10 +101,6 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "v32_fp8 whole 8": {"launch": 3.176, "mean": 6.589, "mean tiles": 0.6059, "rounds": 2.897, "tiles": 0.01198},
     },
     "fp8_short_sm90": {
-        "v4_fp8 clusters 32": {"launch": 9.116, "load": 0.53, "pairs": 1.59, "splits": 0.106},
-        "v4_fp8 clusters 32 uneven": {"launch": 9.116, "load": 0.53, "pairs": 1.59, "splits": 0.106},
-        "v4_fp8 clusters 64": {"launch": 9.964, "load": 0.848, "pairs": 2.12, "splits": 0.159},
-        "v4_fp8 clusters 64 uneven": {"launch": 9.964, "load": 0.848, "pairs": 2.12, "splits": 0.159},
         "v4_fp8 whole 32": {"items": 2.756, "launch": 3.392, "load": 0.636, "pairs": 1.59, "pairs of later rounds": 1.59},
         "v4_fp8 whole 32 uneven": {"items": 2.756, "launch": 3.392, "load": 0.636, "pairs": 1.59, "pairs of later rounds": 1.59},
         "v4_fp8 whole 64": {"items": 3.18, "launch": 3.604, "load": 0.636, "pairs": 2.12, "pairs of later rounds": 2.12},

@@ -101,10 +101,6 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "v32_fp8 whole 8": {"launch": 2.58, "mean": 6.284, "mean tiles": 0.5778, "rounds": 2.354, "tiles": 0.009733},
     },
     "fp8_short_sm90": {
-        "v4_fp8 clusters 32": {"launch": 8.6, "load": 0.5, "pairs": 1.5, "splits": 0.1},
-        "v4_fp8 clusters 32 uneven": {"launch": 8.6, "load": 0.5, "pairs": 1.5, "splits": 0.1},
-        "v4_fp8 clusters 64": {"launch": 9.4, "load": 0.8, "pairs": 2.0, "splits": 0.15},
-        "v4_fp8 clusters 64 uneven": {"launch": 9.4, "load": 0.8, "pairs": 2.0, "splits": 0.15},
         "v4_fp8 whole 32": {"items": 2.6, "launch": 3.2, "load": 0.6, "pairs": 1.5, "pairs of later rounds": 1.5},
         "v4_fp8 whole 32 uneven": {"items": 2.6, "launch": 3.2, "load": 0.6, "pairs": 1.5, "pairs of later rounds": 1.5},
         "v4_fp8 whole 64": {"items": 3.0, "launch": 3.4, "load": 0.6, "pairs": 2.0, "pairs of later rounds": 2.0},
