@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_batches import bf16_cache, calls, lengths
+from decode_batches import bf16_cache, calls, give_lengths, lengths
 from harness import BEGAN, RESULTS, SETS, Call, environment, graph_of, load_kernels, replay_times
 from inputs import normal, random_slots, v4_cache, v32_cache
 from recorded import problem_of
@@ -240,10 +240,8 @@ def decode_calls(row: Row) -> Callable[[], list[Call]]:
         row["h"], row["b"], row["s_q"], caches()[row["kind"].split()[0]](), row["topk"], slots=TOKENS, extra=extra,
         extra_topk=row["extra_topk"],
     )  # fmt: skip
-    for s in sets if row["lengths"] else ():
-        s["topk_length"] = lengths(row["b"], row["topk"])
-        if extra is not None:
-            s["extra_topk_length"] = lengths(row["b"], row["extra_topk"])
+    if row["lengths"]:
+        give_lengths(sets, row)
     return lambda: calls(flash_mla, sets)
 
 

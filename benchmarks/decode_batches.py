@@ -78,6 +78,15 @@ def lengths(b: int, most: int) -> torch.Tensor:
     return torch.randint(1, most + 1, (b,), device="cuda", dtype=torch.int32)
 
 
+def give_lengths(sets: list[Set], row: dict[str, Any]) -> None:
+    """The same to all input sets, as to a step's layers: a schedule is made for them."""
+    both = {"topk_length": lengths(row["b"], row["topk"])}
+    if row["extra_topk"]:
+        both["extra_topk_length"] = lengths(row["b"], row["extra_topk"])
+    for s in sets:
+        s |= both
+
+
 def without(indices: torch.Tensor, length: torch.Tensor | int) -> torch.Tensor:
     """The lists with -1 from `length` on."""
     at = torch.arange(indices.shape[-1], device="cuda")
@@ -92,10 +101,8 @@ def input_sets(row: dict[str, Any], cache: Any, extra: Any) -> list[Set]:
     for s in sets:
         if "valid" in row:
             s["indices"] = without(s["indices"], row["valid"])
-        if row["kind"].endswith("ragged"):
-            s["topk_length"] = lengths(row["b"], row["topk"])
-            if extra is not None:
-                s["extra_topk_length"] = lengths(row["b"], row["extra_topk"])
+    if row["kind"].endswith("ragged"):
+        give_lengths(sets, row)
     return sets
 
 

@@ -8,7 +8,8 @@ squares of relative errors, candidates near the fastest of their call counting m
 what is to be small: how much slower the chosen candidate is than the fastest one. Where a choice is still slower by
 more than `EXCEPTION`, a row says how much less time the fastest takes for that call.
 
-A GPU without such a record has the times of one that has, `LIKE`, which its other records scale.
+What was measured on the other GPU alone, a kernel or all of a GPU without such a record, has the times of that one,
+scaled by the GPU's other records.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from cupy_mla.cuda.attention.choose import KERNELS
 from cupy_mla.cuda.attention.times import size_of, text_of
 
 TIMES = Path(__file__).resolve().parent.parent / "cupy_mla" / "cuda" / "attention" / "times"
-LIKE = "h100"
 EXCEPTION = 0.04  # slower than the fastest, from which on a call is an exception
 NEAR = 3  # the power of (fastest / candidate) that a candidate's error counts with
 STEPS, RATE = 2500, 0.01  # of the descent, on logarithms
@@ -162,13 +162,13 @@ def fit(rows: list[Measured]) -> tuple[Fitted, Exceptions]:
 
 
 def scaled(fitted: Fitted, name: str) -> Fitted:
-    """Times of one GPU, those of decode scaled to the records of another: for each kernel the times at load, which are
-    those of memory, and all others. Rows of prefills come from L2, and cards of one kind do not differ there."""
+    """Times of another GPU, those of decode scaled to the records of this one: for each kernel the times at load, which
+    are those of memory, and all others. Rows of prefills come from L2, and cards of one kind do not differ there."""
     shares: dict[str, list[tuple[float, float, float]]] = {}
     for problem, kernel, division, us in other_records(name):
-        if not problem.prefill:
-            words, of_work, amounts = KERNELS[kernel].work(problem, division)
-            known = fitted[kernel][text_of(words)]
+        words, of_work, amounts = KERNELS[kernel].work(problem, division)
+        known = fitted.get(kernel, {}).get(text_of(words))
+        if known is not None and not problem.prefill:
             each = {n: amount * known.get(n, 0.0) for n, amount in zip(of_work, amounts, strict=True)}
             load = sum(value for n, value in each.items() if at_load(n))
             shares.setdefault(kernel, []).append((load, sum(each.values()) - load, us))
@@ -176,13 +176,19 @@ def scaled(fitted: Fitted, name: str) -> Fitted:
     for kernel, found in shares.items():
         a = np.array(found)
         scales[kernel] = load, other = least_squares(a[:, :2] / a[:, 2:], np.ones(len(a)))
-        print(f"{name} {kernel}, {len(a)} rows: at load {load:.2f}, all else {other:.2f} of {LIKE}")
+        print(f"{name} {kernel}, {len(a)} rows: at load {load:.2f}, all else {other:.2f} of the other GPU's")
 
     def times(kernel: str, kind: str, each: dict[str, float]) -> dict[str, float]:
         load, other = (1.0, 1.0) if "prefill" in kind else scales.get(kernel, (1.0, 1.0))
         return {n: float(f"{value * (load if at_load(n) else other):.4g}") for n, value in each.items()}
 
     return {k: {kind: times(k, kind, each) for kind, each in kinds.items()} for k, kinds in fitted.items()}
+
+
+def missing(fitted: Fitted, other: Fitted) -> Fitted:
+    """What another GPU has times for and this one has not."""
+    found = {k: {kind: each for kind, each in of.items() if kind not in fitted.get(k, {})} for k, of in other.items()}
+    return {kernel: kinds for kernel, kinds in found.items() if kinds}
 
 
 def at_load(name: str) -> bool:
@@ -205,13 +211,19 @@ def write(name: str, source: str, fitted: Fitted, exceptions: Exceptions) -> Non
 
 
 def main() -> None:
+    rows = {name: list(candidates(name)) for name in FOLDERS}
+    fits = {name: fit(of) for name, of in rows.items() if of}
     for name in sys.argv[1:] or FOLDERS:
-        rows = list(candidates(name))
-        if rows:
-            write(name, f"{name}'s candidates.json", *fit(rows))
-        else:
-            fitted, _ = fit(list(candidates(LIKE)))
-            write(name, f"{LIKE}'s candidates.json, scaled to the records of {name}", scaled(fitted, name), {})
+        fitted, exceptions = fits.get(name, ({}, {}))
+        source = f"{name}'s candidates.json" if fitted else ""
+        for other in (other for other in fits if other != name):
+            more = missing(fitted, fits[other][0])
+            if more:
+                which = f"{', '.join(sorted(more))} from " if fitted else ""
+                source += f"{'; ' * bool(source)}{which}{other}'s, scaled to the records of {name}"
+            for kernel, kinds in scaled(more, name).items():
+                fitted[kernel] = {**fitted.get(kernel, {}), **kinds}
+        write(name, source, dict(sorted(fitted.items())), exceptions)
 
 
 if __name__ == "__main__":

@@ -115,14 +115,17 @@ def attended(layout: Layout) -> torch.Tensor:
 
 
 def input_sets(of: Format, size: dict[str, Any]) -> list[Set]:
-    """Queries of a width that serves all rows, lists and lengths."""
+    """Queries of a width that serves all rows, and lists. All sets have the same lengths, as a step's layers have, for
+    FlashMLA makes a schedule of them."""
     b, sets = size["b"], []
+    lengths = {}
+    if of.extra:
+        for name, most in (("topk_length", size["topk"]), ("extra_topk_length", size["extra_topk"])):
+            lengths[name] = torch.randint(1, most + 1, (b,), device="cuda", dtype=torch.int32)
     for _ in range(SETS):
-        s = {"q": normal(b, 1, size["h"], 576), "indices": random_slots(b, 1, size["topk"], slots=TOKENS)}
+        s = {"q": normal(b, 1, size["h"], 576), "indices": random_slots(b, 1, size["topk"], slots=TOKENS), **lengths}
         if of.extra:
             s["extra_indices"] = random_slots(b, 1, size["extra_topk"], slots=TOKENS)
-            for name, most in (("topk_length", size["topk"]), ("extra_topk_length", size["extra_topk"])):
-                s[name] = torch.randint(1, most + 1, (b,), device="cuda", dtype=torch.int32)
         sets.append(s)
     return sets
 

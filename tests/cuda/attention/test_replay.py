@@ -1,6 +1,6 @@
 """Choices beside the records: how much slower the chosen candidate is than the fastest that was measured.
 
-candidates.json of an H100 has many candidates of each call. Other records have one a call: what they say is whether the
+candidates.json has many candidates of each call. Other records have one a call: what they say is whether the
 times that choices are made with are those that were measured.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from statistics import geometric_mean, mean, median
+from typing import NamedTuple
 
 import pytest
 
@@ -19,10 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from recorded import FOLDERS, Measured, candidates, other_records
 
 MEAN, WORST = 0.01, 0.06
+# Of calls, the part where a candidate that no kernel offers is faster by more than WORST: each one that is offered
+# takes some 8 us of a first call.
+MOST_NOT_OFFERED = 0.003
 # Of prefill of many queries: whether neighbours list the same rows, and where lists end, nobody knows before. Groups of
-# queries are up to three times as fast as all else where they do, and so much slower at most where they do not.
-WORST_UNKNOWN = 0.10
-
+# queries are two to three times as fast as all else where they do, and up to two times slower where they do not.
+MEAN_UNKNOWN = 0.05
 
 MOST_ABOVE = 0.05  # of calls that no time was fitted to, the part that may be slower by more than WORST
 
@@ -30,9 +33,23 @@ MOST_ABOVE = 0.05  # of calls that no time was fitted to, the part that may be s
 DISTURBED, MOST_DISTURBED = 1.4, 0.02
 
 
-def replayed(row: Measured) -> tuple[float, float]:
-    """How much slower the candidate that is chosen among the measured ones is than the fastest, and how the measured
-    times of all compare with the expected ones."""
+class Replayed(NamedTuple):
+    """A call of a record.
+
+    Attributes:
+        slower: how much slower the candidate that is chosen among the measured ones is than the fastest.
+        slower_than_offered: than the fastest of those that a kernel offers.
+        slowed: how the measured times of all compare with the expected ones.
+        row: the call.
+    """
+
+    slower: float
+    slower_than_offered: float
+    slowed: float
+    row: Measured
+
+
+def replayed(row: Measured) -> Replayed:
     problem = row.problem._replace(kernel=row.kernel)
     times = {}
     for kernel, division in row.us:
@@ -44,8 +61,10 @@ def replayed(row: Measured) -> tuple[float, float]:
         if row.kernel in ("", name) and kernel.serves(problem)
         for division in kernel.candidates(problem)
     }
-    chosen = min((way for way in times if way in offered), key=lambda way: times[way])
-    return row.us[chosen] / min(row.us.values()) - 1, median(us / times[way] for way, us in row.us.items())
+    chosen = row.us[min((way for way in times if way in offered), key=lambda way: times[way])]
+    best, best_offered = min(row.us.values()), min(us for way, us in row.us.items() if way in offered)
+    slowed = median(us / times[way] for way, us in row.us.items())
+    return Replayed(chosen / best - 1, chosen / best_offered - 1, slowed, row)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -53,17 +72,18 @@ def test_the_chosen_candidate_is_hardly_slower_than_the_fastest(name):
     rows = list(candidates(name))
     if not rows:
         pytest.skip(f"no candidates were measured on an {name}")
-    found = [(*replayed(row), row) for row in rows]
+    found = [*map(replayed, rows)]
     assert len(rows) > 2000
-    assert mean(by for by, _, _ in found) < MEAN
-    worst = [
-        (by, row.problem)
-        for by, slowed, row in found
-        if by > (WORST_UNKNOWN if row.kind == "large prefill" else WORST) and slowed < DISTURBED
-    ]
+    assert mean(of.slower for of in found) < MEAN
+    unknown = [of for of in found if of.row.kind == "large prefill"]
+    assert mean(of.slower for of in unknown) < MEAN_UNKNOWN
+    known = [of for of in found if of.row.kind != "large prefill" and of.slowed < DISTURBED]
+    worst = [of for of in known if of.slower_than_offered > WORST]
     assert not worst, f"{len(worst)} calls, {max(worst)}"
-    known = [slowed for _, slowed, row in found if not row.problem.prefill and not row.kernel]
-    assert sum(slowed >= DISTURBED for slowed in known) < MOST_DISTURBED * len(known)
+    not_offered = [of for of in known if of.slower > WORST]
+    assert len(not_offered) < MOST_NOT_OFFERED * len(known), not_offered
+    slowed = [of.slowed for of in found if not of.row.problem.prefill and not of.row.kernel]
+    assert sum(by >= DISTURBED for by in slowed) < MOST_DISTURBED * len(slowed)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -72,7 +92,7 @@ def test_calls_that_no_time_was_fitted_to(name):
     rows = list(candidates(name, "candidates_held_out"))
     if not rows:
         pytest.skip(f"no other candidates were measured on an {name}")
-    slower = [replayed(row)[0] for row in rows]
+    slower = [replayed(row).slower for row in rows]
     assert len(rows) > 900
     assert mean(slower) < MEAN
     assert sum(by > WORST for by in slower) < MOST_ABOVE * len(rows)
