@@ -69,7 +69,7 @@ def warmup(
 
     Example:
         >>> config = cupy_mla.SparseMLAConfig(128, cache_layout="v32_fp8")
-        >>> cupy_mla.warmup(config, progress=lambda ready, known: print(ready, "of", known))  # doctest: +SKIP
+        >>> cupy_mla.warmup.warmup(config, progress=lambda ready, known: print(ready, "of", known))  # doctest: +SKIP
     """
     from concurrent.futures import Future, ThreadPoolExecutor, as_completed  # takes long to import
 
