@@ -101,10 +101,10 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "v32_fp8 whole 8": {"launch": 3.176, "mean": 6.589, "mean tiles": 0.6059, "rounds": 2.897, "tiles": 0.01198},
     },
     "fp8_short_sm90": {
-        "v4_fp8 whole 32": {"items": 4.091, "load": 0.003551, "mean pairs": 0.0102, "pairs": 4.083, "pairs at load": 0.618, "pairs of later rounds": 4.164, "shared pairs at load": 0.8443},
-        "v4_fp8 whole 32 uneven": {"items": 1.01, "launch": 4.779, "load": 0.006653, "pairs": 2.917, "pairs at load": 0.5821, "pairs of later rounds": 7.219, "shared pairs at load": 0.00588},
-        "v4_fp8 whole 64": {"items": 4.276, "load": 3.827, "mean pairs": 0.7438, "pairs": 5.841, "pairs at load": 1.965, "pairs of later rounds": 2.689},
-        "v4_fp8 whole 64 uneven": {"items": 7.272, "launch": 0.03239, "mean pairs": 0.7414, "pairs": 4.22, "pairs at load": 3.639, "pairs of later rounds": 2.088, "shared pairs at load": 3.278},
+        "v4_fp8 whole 32": {"items": 3.96, "launch": 0.02115, "load": 0.008292, "mean pairs": 0.006203, "pairs": 4.203, "pairs at load": 0.7072, "pairs of later rounds": 3.77, "shared pairs at load": 1.047},
+        "v4_fp8 whole 32 uneven": {"items": 1.702, "launch": 2.926, "pairs": 4.093, "pairs at load": 1.29, "pairs of later rounds": 4.403, "shared pairs at load": 1.844},
+        "v4_fp8 whole 64": {"items": 5.273, "launch": 0.9986, "load": 0.2002, "mean pairs": 0.3361, "pairs": 4.924, "pairs at load": 1.002, "pairs of later rounds": 8.617},
+        "v4_fp8 whole 64 uneven": {"items": 4.052, "launch": 2.752, "pairs": 4.878, "pairs at load": 1.787, "pairs of later rounds": 6.948, "shared pairs at load": 2.458},
     },
     "fp8_sm90": {
         "v32_fp8 clusters 32": {"launch": 6.468, "load": 2.528, "pairs": 3.283, "pairs at load": 0.3258, "shared pairs at load": 0.003791, "splits longer than the ring": 0.03799},
