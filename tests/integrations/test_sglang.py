@@ -141,7 +141,7 @@ def asked(monkeypatch) -> list[tuple[SparseMLAConfig, int]]:
     """What `cupy_mla.warmup` is called with, in place of the call, in a process where nothing is ready."""
     calls: list[tuple[SparseMLAConfig, int]] = []
     monkeypatch.setattr(warm, "_ready", set())
-    monkeypatch.setattr(warm, "warmup", lambda config, device: calls.append((config, device)) or [])
+    monkeypatch.setattr(warm, "warmup", lambda config, device, progress: calls.append((config, device)) or [])
     return calls
 
 

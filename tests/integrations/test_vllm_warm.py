@@ -38,7 +38,7 @@ def adapter(vllm: None) -> ModuleType:
 def asked(monkeypatch) -> list[tuple[Any, int]]:
     """What `cupy_mla.warmup` is called with, in place of the call."""
     calls: list[Any] = []
-    monkeypatch.setattr(warm, "warmup", lambda config, device: calls.append((config, device)) or [])
+    monkeypatch.setattr(warm, "warmup", lambda config, device, progress: calls.append((config, device)) or [])
     return calls
 
 
