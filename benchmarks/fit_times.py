@@ -138,12 +138,12 @@ def fit(rows: list[Measured]) -> tuple[Fitted, Exceptions]:
     """Times of all kinds of work, and the calls for which candidates take another time than that."""
     data = Candidates(rows)
     weight = (1 + data.slower) ** -NEAR
-    x = descend(data, begin(data, weight), weight)
+    x = np.array([float(f"{time:.4g}") if time > 1e-4 else 0.0 for time in descend(data, begin(data, weight), weight)])
     fitted: Fitted = {}
     for (kernel, kind, name), i in sorted(data.names.items()):
         fitted.setdefault(kernel, {}).setdefault(kind, {})
-        if x[i] > 1e-4:
-            fitted[kernel][kind][name] = float(f"{x[i]:.4g}")
+        if x[i]:
+            fitted[kernel][kind][name] = float(x[i])
     exceptions: Exceptions = {}
     times = data.times(x)
     chosen = data.chosen(times)
@@ -205,7 +205,7 @@ def write(name: str, source: str, fitted: Fitted, exceptions: Exceptions) -> Non
         lines += [f"        {json.dumps(kind)}: {json.dumps(each)}," for kind, each in kinds.items()]
         lines += ["    },"]
     lines += ["}", "", "# By `times.size_of` a call: a candidate that takes so many times as long as TIMES say.", ""]
-    lines += ["EXCEPTIONS: dict[tuple[str, bool, bool, int, int, int, int], dict[str, float]] = {"]
+    lines += ["EXCEPTIONS: dict[tuple[str, int, bool, bool, int, int, int, int], dict[str, float]] = {"]
     lines += [f"    {size!r}: {json.dumps(each)}," for size, each in exceptions.items()]
     (TIMES / f"{name}.py").write_text("\n".join([*lines, "}", ""]))
 

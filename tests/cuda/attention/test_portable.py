@@ -48,7 +48,9 @@ def kind(request, launched, monkeypatch) -> Iterator[CuPy]:
     limits = set()
     kernel = portable.kernel
     monkeypatch.setattr(
-        portable, "kernel", lambda layout, heads, limit: limits.add(limit) or kernel(layout, heads, limit)
+        portable,
+        "kernel",
+        lambda layout, heads, limit, **more: limits.add(limit) or kernel(layout, heads, limit, **more),
     )
     yield found
     assert "portable" in launched

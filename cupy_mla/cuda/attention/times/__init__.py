@@ -37,11 +37,14 @@ def of(gpu: Gpu) -> ModuleType:
     return import_module(f"{__name__}.{name}")
 
 
-def size_of(problem: Problem) -> tuple[str, bool, bool, int, int, int, int]:
+Size = tuple[str, int, bool, bool, int, int, int, int]
+
+
+def size_of(problem: Problem) -> Size:
     """A call as a key of EXCEPTIONS."""
     return (
-        problem.layout.name, problem.prefill, problem.uneven, problem.heads, problem.queries, problem.entries,
-        problem.extra_entries,
+        problem.layout.name, problem.layout.d_qk, problem.prefill, problem.uneven, problem.heads, problem.queries,
+        problem.entries, problem.extra_entries,
     )  # fmt: skip
 
 
