@@ -32,7 +32,7 @@ def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device, logger: l
         what += f", topk {layers.topk}"
         if layers.has_compressed_rows:
             what += f", compressed {layers.compress_ratio}:1"
-    logger.info("cupy_mla makes the kernels of %s ready, which takes minutes where they are not compiled yet", what)
+    logger.info("cupy_mla makes the kernels of %s ready: some 20 s on 16 cores where they are not compiled yet", what)
     start = told = time.perf_counter()
 
     def progress(ready: int, known: int) -> None:
