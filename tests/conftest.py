@@ -63,6 +63,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 OPT_IN = ("every_arch", "long", "contracts")  # marks of what runs only where -m names it
 EMULATED = 1  # of the cases of a file in tests/emulator, all of which are `long`
+EMULATED_FILES = 0.5  # the part of these files that a run has which does not name the folder
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -108,15 +109,20 @@ def _not_asked_for(config: pytest.Config, items: list[pytest.Item]) -> Iterator[
 
 
 def _emulated_too_long(config: pytest.Config, items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Of the cases of a file of the emulator that were drawn all but EMULATED, unless -m asks for them."""
+    """Of the cases of a file of the emulator that were drawn all but EMULATED, unless -m asks for them, and all of the
+    files that are not among EMULATED_FILES."""
     if "long" in config.getoption("-m"):
         return
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.path.parent.name == "emulator" and item.get_closest_marker("long"):
             files.setdefault(item.path.name, []).append(item)
+    named = any("emulator" in argument for argument in config.args)
+    run = len(files) if named else math.ceil(EMULATED_FILES * len(files))
+    kept = random.Random(_seed(config)).sample(sorted(files), run)
     for name, cases in files.items():
-        taken = random.Random(f"{_seed(config)} {name}").sample(cases, min(EMULATED, len(cases)))
+        most = EMULATED if name in kept else 0
+        taken = random.Random(f"{_seed(config)} {name}").sample(cases, min(most, len(cases)))
         yield from (case for case in cases if case not in taken)
 
 

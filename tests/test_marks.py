@@ -31,6 +31,16 @@ def test_a_plain_run_takes_a_case_of_each_emulated_file_and_a_mark_all(file: str
 
 
 @pytest.mark.long
+def test_a_plain_run_takes_half_of_the_emulated_files() -> None:
+    """Where their folder is not named."""
+    some, every = ({name.partition("::")[0] for name in collected(of) if "/emulator/" in name} for of in (
+        "tests", "tests/emulator"
+    ))  # fmt: skip
+    assert some < every
+    assert 0.5 <= len(some) / len(every) <= 0.55
+
+
+@pytest.mark.long
 def test_a_plain_run_takes_a_third_of_the_cases_of_tensors() -> None:
     plain, long = (collected("tests/ops/test_swa.py", *of) for of in ((), ("-m", "long")))
     taken, whole = ({name for name in names if "[torch-" in name} for names in (plain, long))
