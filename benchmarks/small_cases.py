@@ -345,6 +345,25 @@ def shares_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> Non
         compare_attention(f"shares of few heads {layout.name} h {h} {name}", result, expected)
 
 
+def short_case(rng: np.random.Generator, h: int) -> None:
+    """`fp8_short_sm90`: more requests than CTAs, both caches, lengths of 0 to all, and entries that name no row."""
+    cache, gpu_cache = packed(rng, layouts.V4_FP8, 3, 61)
+    extra, gpu_extra = packed(rng, layouts.V4_FP8, 20, 2)
+    b = driver.gpu(0).sms + 3
+    q = (10 * rng.standard_normal((b, 1, h, 512))).astype(BF16)
+    indices, more = (rng.integers(-5, most, (b, 1, n), dtype=np.int32) for most, n in ((190, 100), (45, 33)))
+    lengths, of_extra = (rng.integers(0, n + 1, b, dtype=np.int32) for n in (100, 33))
+    names = ("topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")
+    expected = cupy_mla.sparse_decode(
+        q, cache, indices, SM_SCALES[512], **dict(zip(names, (lengths, extra, more, of_extra), strict=True))
+    )
+    gpu_q, gpu_i, *others = on_gpu(q, indices, lengths, more, of_extra)
+    gpu_more = dict(zip(names, (others[0], gpu_extra, *others[1:]), strict=True))
+    with cupy_mla.forced("fp8_short_sm90"):
+        result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, SM_SCALES[512], **gpu_more)
+    compare_attention(f"short h {h}", result, expected)
+
+
 def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> None:
     """`fp8_sm90` in each of its divisions, as larger batches have them: short lists as whole work items, in clusters,
     over all CTAs by one plan for three calls, in teams of CTAs, and splits taken in turn."""
@@ -557,6 +576,8 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
         yield f"divided {layout.name} h {h}", partial(divided_case, layout=layout, h=h)
     for layout, h in product((layouts.V32_FP8, layouts.V32_NOPE_FP8), (7, 16)) if hopper else ():
         yield f"shares of few heads {layout.name} h {h}", partial(shares_case, layout=layout, h=h)
+    for h in (20, 70) if hopper else ():
+        yield f"short h {h}", partial(short_case, h=h)
     for layout, heads in product((layouts.BF16_576, layouts.BF16_512), (16, 32, 64)) if hopper else ():
         case = partial(cluster_case, layout=layout, heads=heads)
         yield f"decode d_qk {layout.d_qk} in clusters of {heads} heads", case
