@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from cache_ops import Case, beside_copy, error_of, filling_slots, paged
 from cases import FORMATS, judge
+from decode_batches import give_lengths
 from harness import SETS, Options, Record, flash_mla_peer, load_kernels, peer_name, time_side_by_side
 from inputs import PLACE, insert, layout_cache, normal, random_slots
 from rows import Set, decode_calls, padded
@@ -115,18 +116,15 @@ def attended(layout: Layout) -> torch.Tensor:
 
 
 def input_sets(of: Format, size: dict[str, Any]) -> list[Set]:
-    """Queries of a width that serves all rows, and lists. All sets have the same lengths, as a step's layers have, for
-    FlashMLA makes a schedule of them."""
+    """Queries of a width that serves all rows, lists and lengths."""
     b, sets = size["b"], []
-    lengths = {}
-    if of.extra:
-        for name, most in (("topk_length", size["topk"]), ("extra_topk_length", size["extra_topk"])):
-            lengths[name] = torch.randint(1, most + 1, (b,), device="cuda", dtype=torch.int32)
     for _ in range(SETS):
-        s = {"q": normal(b, 1, size["h"], 576), "indices": random_slots(b, 1, size["topk"], slots=TOKENS), **lengths}
+        s = {"q": normal(b, 1, size["h"], 576), "indices": random_slots(b, 1, size["topk"], slots=TOKENS)}
         if of.extra:
             s["extra_indices"] = random_slots(b, 1, size["extra_topk"], slots=TOKENS)
         sets.append(s)
+    if of.extra:
+        give_lengths(sets, size)
     return sets
 
 

@@ -58,7 +58,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
@@ -211,17 +211,12 @@ def layers_of(setting: Setting, gpus: int) -> list[Any]:
 
 def make_kernels(layers: list[Any]) -> None:
     """Compile what such layers need into CuPy's disk cache, by all cores. Their own warm-up then finds it."""
-    from cupy_mla.selfcheck.warmup import kernels_of
+    from cupy_mla.selfcheck.warmup import kernels_of, load_all
 
     began = time.perf_counter()
-    loads: dict[Any, Future[Any]] = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for kernel in itertools.chain.from_iterable(kernels_of(config, 0) for config in layers):
-            if kernel not in loads:
-                loads[kernel] = pool.submit(kernel.load, 0)
-    for load in loads.values():
-        load.result()
-    print(f"{len(loads)} kernels of {len(layers)} kinds of layers in {time.perf_counter() - began:.0f} s", flush=True)
+    kernels = itertools.chain.from_iterable(kernels_of(config, 0) for config in layers)
+    number = load_all(kernels, 0, os.cpu_count() or 1)
+    print(f"{number} kernels of {len(layers)} kinds of layers in {time.perf_counter() - began:.0f} s", flush=True)
 
 
 # --- an engine's process --------------------------------------------------------------------------------------

@@ -42,20 +42,18 @@ class CallPlace(Place):
         arrays: how many arrays the caller gave.
         results: the arrays that the call allocates and may return.
         given: the caller's arrays that the launcher got.
-        described: all of the caller's arrays.
     """
 
     program: Program
     arrays: int
     results: list[Array]
     given: list[Array]
-    described: Sequence[Array]
 
     @classmethod
     def at(cls, place: Place, arrays: int) -> CallPlace:
         """The place of a call whose arrays live at `place`."""
         made = tuple.__new__(cls, place)
-        made.program, made.arrays, made.results, made.given, made.described = (), arrays, [], [], []
+        made.program, made.arrays, made.results, made.given = (), arrays, [], []
         return made
 
     def new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
@@ -97,11 +95,11 @@ def prepare(
         the body looked at what an array holds, and not where one array has two names, for which another call may have
         two arrays.
     """
-    place, values, result, objs, addresses = _run(function, names, values, keywords, given)
+    place, arrays, values, result, objs, addresses = _run(function, names, values, keywords, given)
     ids = [*map(id, objs)]
-    for_others = len({*ids}) == len(ids) and True not in map(_READ, place.described)
+    for_others = len({*ids}) == len(ids) and True not in map(_READ, arrays)
     prepared = Prepared(place, ids, values, result)
-    place.given, place.results, place.described = [], [], []  # what refers to itself is left to the garbage collector
+    place.given, place.results = [], []  # whose place it is: what refers to itself is left to the garbage collector
     return prepared, objs, addresses, for_others
 
 
@@ -119,9 +117,9 @@ def kernels_of(
 
 def _run(
     function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], keywords: int, given: Given | None
-) -> tuple[CallPlace, Sequence[Any], Any, Sequence[Any], list[int]]:
-    """Run an operation's body: the place, which has the program; the arguments with described arrays; what the body
-    returned; the arrays and their addresses. Arguments as for `prepare`."""
+) -> tuple[CallPlace, Sequence[Array], Sequence[Any], Any, Sequence[Any], list[int]]:
+    """Run an operation's body: the place, which has the program; the caller's arrays, described; the arguments with
+    these; what the body returned; the arrays and their addresses. Arguments as for `prepare`."""
     numbers, library, arrays_of, _, _ = sorted_by_type(tuple(map(type, values)))
     names_of_arrays, objs = arrays_of(names), arrays_of(values)
     buffers, arrays = argument_buffers(names_of_arrays), None
@@ -138,13 +136,12 @@ def _run(
         for array, buffer in zip(arrays, buffers, strict=True):
             array.ptr = Pointer(buffer, 0, array.ptr)  # type: ignore[assignment]
             array.place = place if array.place is on_gpu else array.place
-    place.described = arrays
     values = [*values]
     for number, array in zip(numbers, arrays, strict=True):
         values[number] = array
     by_place = len(values) - keywords
     result = function(*values[:by_place], **dict(zip(names[by_place:], values[by_place:], strict=True)))
-    return place, values, result, objs, addresses
+    return place, arrays, values, result, objs, addresses
 
 
 # An array: its number; bytes from its address to its first byte, and to that behind its last; its name.

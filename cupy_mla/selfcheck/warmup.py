@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import ModuleType
 from typing import Any, cast
@@ -71,22 +71,34 @@ def warmup(
         >>> config = cupy_mla.SparseMLAConfig(128, cache_layout="v32_fp8")
         >>> cupy_mla.warmup.warmup(config, progress=lambda ready, known: print(ready, "of", known))  # doctest: +SKIP
     """
-    from concurrent.futures import Future, ThreadPoolExecutor, as_completed  # takes long to import
-
     if not isinstance(config, DenseMLAConfig):
         require_instance("config", config, SparseMLAConfig)
     device = require_integer("device", device, 0)
     require_cupy("warmup")
+    load_all(kernels_of(config, device), device, min(MOST_THREADS, os.cpu_count() or 1), progress)
+    return [kernel for kernel in all_kernels() if kernel.loaded(device)]
+
+
+def load_all(
+    kernels: Iterable[Kernel], device: int, threads: int, progress: Callable[[int, int], None] | None = None
+) -> int:
+    """Compile and load kernels on a GPU, so many at a time, while more are found; how many they are.
+
+    Args:
+        progress: as for `warmup`.
+    """
+    from concurrent.futures import Future, ThreadPoolExecutor, as_completed  # takes long to import
+
     loads: dict[Kernel, Future[Any]] = {}
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
-        for kernel in kernels_of(config, device):
+    with ThreadPoolExecutor(threads) as pool:
+        for kernel in kernels:
             if kernel not in loads:
-                loads[kernel] = threads.submit(kernel.load, device)
+                loads[kernel] = pool.submit(kernel.load, device)
         for ready, load in enumerate(as_completed(loads.values()), 1):
             load.result()
             if progress is not None:
                 progress(ready, len(loads))
-    return [kernel for kernel in all_kernels() if kernel.loaded(device)]
+    return len(loads)
 
 
 def kernels_of(config: SparseMLAConfig | DenseMLAConfig, device: int) -> Iterator[Kernel]:

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import re
 from functools import cache, lru_cache
+from math import gcd
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...layouts import D_V
 from ..driver import MAX_CLUSTER
@@ -236,6 +239,19 @@ def split_numbers(parts: int, most: int) -> tuple[int, ...]:
             break
         splits = -(-parts // (each - 1))
     return tuple(found)
+
+
+def even_shares(items: int, ctas: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where even shares of items that are alike begin and end: the item, and how many `ctas`-ths of one behind its
+    begin. Shares come again after some; these are left out."""
+    item, rest = np.divmod(np.arange(0, items // gcd(items, ctas) * ctas + 1, items), ctas)
+    return item, rest
+
+
+def nearest_pair(cost: np.ndarray, item_cost: np.ndarray | int) -> np.ndarray:
+    """The pair of tiles before which a share begins that is to begin so much cost behind an item's begin, as in
+    kernels_cu/attention/division/find_share.cuh."""
+    return (np.maximum(cost - item_cost, 0) + PAIR_COST // 2) // PAIR_COST
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ... import structs
 from ...kernel import Kernel
 from ...program import Launch, Program
 from ..call import Call
-from ..divide import HALF_PARTIAL_BYTES, ITEM_COST, PAIR_COST, Division, Shares
+from ..divide import HALF_PARTIAL_BYTES, ITEM_COST, PAIR_COST, Division, Shares, even_shares, nearest_pair
 from ..problem import Problem
 from ..times import Work
 from . import bf16_sm90
@@ -95,8 +94,7 @@ def slowest_share(items: int, pairs: int, ctas: int) -> tuple[int, int, int]:
     Shares end at whole pairs, and a part of an item needs its Q and first rows as a whole one does. So of short lists
     the slowest share takes much longer than the mean.
     """
-    alike = gcd(items, ctas)  # so many times the same shares come again
-    item, rest = np.divmod(np.arange(0, items // alike * ctas + 1, items), ctas)
+    item, rest = even_shares(items, ctas)
     pair_of, before, until = _within(pairs, ctas)
     took = (item[1:] - item[:-1]) * (SLOWEST_ITEM + PAIR_COST * pairs) + until[rest[1:]] - before[rest[:-1]]
     share = int(took.argmax())
@@ -108,10 +106,10 @@ def slowest_share(items: int, pairs: int, ctas: int) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=64)
 def _within(pairs: int, ctas: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of shares that begin or end so many `ctas`-ths of an item's cost behind its begin: before which pair, as in
-    shares.cuh; the time of an item that a share is spared which begins there, and that of one which ends there."""
+    """Of shares that begin or end so many `ctas`-ths of an item's cost behind its begin: before which pair; the time of
+    an item that a share is spared which begins there, and that of one which ends there."""
     cost = np.arange(ctas) * (ITEM_COST + PAIR_COST * pairs) // ctas
-    pair = np.minimum((np.maximum(cost - ITEM_COST, 0) + PAIR_COST // 2) // PAIR_COST, pairs)
+    pair = np.minimum(nearest_pair(cost, ITEM_COST), pairs)
     ends = [pair == 0, pair == pairs]
     whole = SLOWEST_ITEM + PAIR_COST * pairs
     before = np.select(ends, [0, whole], PAIR_COST * pair - SLOWEST_CUT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,8 @@ from ..divide import (
     Shares,
     Teams,
     Whole,
+    even_shares,
+    nearest_pair,
     split_numbers,
 )
 from ..problem import TILE_ROWS, Problem
@@ -263,10 +264,8 @@ def item_cost(items: int, pairs: int, ctas: int) -> int:
         ctas: shares.
     """
     costs = np.arange(SHARE_COSTS if items >= ctas else ITEM_COST + 1)
-    alike = gcd(items, ctas)  # so many times the same shares come again
-    item, rest = np.divmod(np.arange(0, items // alike * ctas + 1, items), ctas)
-    rest = rest * (costs + PAIR_COST * pairs)[:, None] // ctas - costs[:, None]
-    pair = (np.maximum(rest, 0) + PAIR_COST // 2) // PAIR_COST  # before which a share begins, as in find_share.cuh
+    item, rest = even_shares(items, ctas)
+    pair = nearest_pair(rest * (costs + PAIR_COST * pairs)[:, None] // ctas, costs[:, None])
     whole, begin, end = _times_within(pairs)
     slowest = ((item[1:] - item[:-1]) * whole + end[pair[:, 1:]] - begin[pair[:, :-1]]).max(axis=1)
     nearest = (slowest * SHARE_COSTS + abs(costs - ITEM_COST)).argmin()
