@@ -31,19 +31,6 @@ __device__ __forceinline__ void find_references() {
     meet();
 }
 
-// As store_ratios of softmax.cuh.
-__device__ __forceinline__ void store_ratios_of_tile(const Role& r, const RowScales& scales) {
-    const int place = 16 * r.warp + r.g / 2 * 4 + r.g % 2;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int k = 0; k < RATIO_WORDS; ++k) {
-            if (k < CHUNKS / 4 || r.t < CHUNKS % 4)
-                rest().ratio[r.warpgroup][chunk_of_word(r.t, k)][place + 2 * i] = uint16_t(scales.ratio[k] >> 16 * i);
-        }
-    }
-}
-
 // P^T = r 2^(logit - ref) of the tile to shared memory, and the sums of P^T / r to `across`.
 __device__ __forceinline__ void store_p_of_tile(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
     const int line = r.lane % 8 + r.lane / 16 * 8, chunk = 2 * r.warp + r.lane / 8 % 2;
@@ -55,11 +42,7 @@ __device__ __forceinline__ void store_p_of_tile(const Role& r, const RowScales& 
         const float2 ref = *reinterpret_cast<const float2*>(&rest().ref[r.head(2 * j)]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float x = exp2_approx(fmaf(s[4 * j + 2 * i], scales.logit[i], -ref.x));
-            const float y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], scales.logit[i], -ref.y));
-            sums[2 * j] = i == 0 ? x : sums[2 * j] + x;
-            sums[2 * j + 1] = i == 0 ? y : sums[2 * j + 1] + y;
-            rounded[j % 2][i] = pack_f16x2(x * scales.r[i], y * scales.r[i]);
+            rounded[j % 2][i] = round_p(scales, s, ref, j, i, sums);
         }
         if (j % 2 == 1)
             stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
@@ -73,7 +56,7 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& p, const Role
     const RowScales scales = multiply_qk_fine_scales(rows_of_warp(r) + r.g * STRIDE, r.t, false, logit_scale, s);
     const uint32_t valid = rest().valid[4 * r.warpgroup + r.warp];
     if (!all_seen(valid)) mask_rows(p, r, 0, valid, logit_scale < 0.0f ? INF : -INF, s);
-    store_ratios_of_tile(r, scales);
+    store_ratios(r, scales, rest().ratio[r.warpgroup]);
     const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact
     float tops[OWN_HEADS];
 #pragma unroll

@@ -59,19 +59,27 @@ __device__ __forceinline__ void raise_references(const Role& r, const RowScales&
 }
 
 // Stores a row's ratios, each quad those of its row, where load_columns reads them: those of a thread's four of 16
-// rows stand side by side.
-__device__ __forceinline__ void store_ratios(const Role& r, const RowScales& scales) {
-    if (PLAIN) return;
-    Small& sm = small();
+// rows stand side by side. `to`: those of the warpgroup's tile.
+__device__ __forceinline__ void store_ratios(const Role& r, const RowScales& scales, uint16_t (*to)[TILE_ROWS]) {
     const int place = 16 * r.warp + r.g / 2 * 4 + r.g % 2;  // of row g; that of row g + 8 is two further
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int k = 0; k < RATIO_WORDS; ++k) {
             if (CHUNKS % 4 == 0 || k < CHUNKS / 4 || r.t < CHUNKS % 4)
-                sm.ratio[r.warpgroup][chunk_of_word(r.t, k)][place + 2 * i] = uint16_t(scales.ratio[k] >> 16 * i);
+                to[chunk_of_word(r.t, k)][place + 2 * i] = uint16_t(scales.ratio[k] >> 16 * i);
         }
     }
+}
+
+// P^T = r 2^(logit - ref) of row g + 8 i and heads 2 j and 2 j + 1 of a thread, rounded. `sums` gets the sums of P^T / r.
+__device__ __forceinline__ uint32_t round_p(const RowScales& scales, const float (&s)[HEADS / 2], const float2& ref,
+                                            int j, int i, float (&sums)[OWN_HEADS]) {
+    const float x = exp2_approx(fmaf(s[4 * j + 2 * i], scales.logit[i], -ref.x));
+    const float y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], scales.logit[i], -ref.y));
+    sums[2 * j] = i == 0 ? x : sums[2 * j] + x;
+    sums[2 * j + 1] = i == 0 ? y : sums[2 * j + 1] + y;
+    return pack_f16x2(x * scales.r[i], y * scales.r[i]);
 }
 
 // P^T = r 2^(logit - ref) to shared memory, rounded. `sums` gets the sums of P^T / r. Returns true if a value is above
@@ -90,11 +98,7 @@ __device__ __forceinline__ bool store_p(const Role& r, const RowScales& scales, 
         const float2 ref = refs[j];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float x = exp2_approx(fmaf(s[4 * j + 2 * i], scales.logit[i], -ref.x));
-            const float y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], scales.logit[i], -ref.y));
-            sums[2 * j] = i == 0 ? x : sums[2 * j] + x;
-            sums[2 * j + 1] = i == 0 ? y : sums[2 * j + 1] + y;
-            rounded[j % 2][i] = pack_f16x2(x * scales.r[i], y * scales.r[i]);
+            rounded[j % 2][i] = round_p(scales, s, ref, j, i, sums);
             top = max_f16x2(top, rounded[j % 2][i]);
         }
         if (j % 2 == 1)
@@ -108,7 +112,7 @@ __device__ __forceinline__ bool store_p(const Role& r, const RowScales& scales, 
 // the rare case that they are too low, they rise, P^T is computed again, and the function returns true.
 __device__ __forceinline__ bool softmax_tile(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2],
                                              float (&sums)[OWN_HEADS], bool first) {
-    store_ratios(r, scales);
+    if (!PLAIN) store_ratios(r, scales, small().ratio[r.warpgroup]);
     if (first) raise_references(rare_role(r), scales, s);
     const bool too_large = store_p(r, scales, s, sums);
     fence_proxy_async();
