@@ -78,7 +78,8 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
             entry = load_entry(p, item.query, role());
         }
         Values2 out;
-        multiply_pv(role(), tiles, turn, out);
+        multiply_pv(role(), tiles, out);
+        release_reads();
         meet();
         if (next < p.num_queries) {
             fence_proxy_async();  // between reads of rows and bulk copies to the same place

@@ -155,7 +155,7 @@ def test_work_goes_to_the_current_stream(rng, name, library) -> None:
             got = [kind.take(late[n]) for n in call.written]
         kind.synchronize()  # the arrays are not that stream's, so their memory may be had again at once
         want = reference(call)
-        check(got, want[len(want) - len(got) :])
+        check(name, got, want[len(want) - len(got) :])
 
 
 @pytest.mark.gpu
