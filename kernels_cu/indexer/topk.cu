@@ -53,6 +53,10 @@ __device__ __noinline__ void choose_all(BlockTable table, const int32_t* request
     }
 }
 
+// Of FEW rows, the columns that are read before a row's end is known: all, or half where all would take longer than to
+// wait for the end.
+constexpr int EARLY_COLUMNS = TILE > 8192 ? TILE / 2 : TILE;
+
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_constant__ TopkParams p) {
     let_next_kernel_start();
     const int parts = num_parts(), part = this_part(), row = blockIdx.x / parts;
@@ -64,7 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
     wait_for_earlier_kernels();
     Tile tile;
     const bool early = FEW && !STREAMED && p.starts == nullptr;
-    if (early) tile.load(p, row, {0, p.width}, 0);
+    const bool at_once = early && Tile::first_of_warp_vector(0) < EARLY_COLUMNS;
+    if (at_once) tile.load(p, row, {0, p.width}, 0);
     const Range of_row = columns_of_row(p, row);
     const int length = of_row.end - of_row.begin;
     if (length <= p.k) {
@@ -81,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
     } else if constexpr (FEW) {
         if (early) {
             const Range from_0 = {0, of_row.end};
+            if (!at_once) tile.load(p, row, from_0, 0);
             choose_held(p, row, from_0, from_0, 0, tile);
         } else {
             load_and_choose_aside(p, row, of_row, range);
