@@ -41,7 +41,6 @@ class Shape(NamedTuple):
         streamed: rows may be longer than what the threads hold.
         clusters: the CTAs of a cluster share a row.
         few: no more rows than SMs. A CTA has an SM for itself, even where it starts before the logits' CTAs have ended.
-            It reads a row's whole width at once and does not wait for the row's end, which it reads at the same time.
         ordered: more streamed rows than SMs, of at most `MOST_ORDERED` logits. The pool holds the items of a chunk of
             columns side by side. Its last items are compared one by one. With 384 threads and more the sample is
             searched by finer digits.
@@ -141,7 +140,7 @@ MOST_OF_ONE = 131072  # longest rows for which one CTA is faster than two
 @cache
 def kernel(shape: Shape, bf16: bool) -> Kernel:
     """The kernel of CTAs of a shape."""
-    defines = {name.upper(): int(value) for name, value in shape._asdict().items()}
+    defines = {name.upper(): int(value) for name, value in shape._asdict().items() if name != "few"}
     return Kernel(
         "indexer/topk.cu", TOPK, {**defines, "BF16": int(bf16)}, overlaps=True,
         spill_bytes=SPILL_BYTES[bf16],

@@ -20,9 +20,9 @@
 // The words are those of the parts, under topk/.
 //
 // No atomics decide about places, so results do not depend on timing. Of rows no longer than k all is chosen, whatever
-// their logits are; where no row may be longer, `short_rows` runs instead. FEW, rows in registers that begin at column
-// 0: all columns are loaded while the row's end is still being read. ORDERED: many long rows of at most 2^20 columns;
-// of few items that agree in two digits there is a list, and each is compared with all. BF16: logits are bfloat16.
+// their logits are; where no row may be longer, `short_rows` runs instead. ORDERED: many long rows of at most
+// 2^20 columns; of few items that agree in two digits there is a list, and each is compared with all. BF16: logits are
+// bfloat16.
 //
 // Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), 4 bytes a thread for blocks or 4
 // a chunk, and a few words a warp. Bits or ranks take the pool's place, chosen columns or results that of histograms.
@@ -53,10 +53,6 @@ __device__ __noinline__ void choose_all(BlockTable table, const int32_t* request
     }
 }
 
-// Of FEW rows, the columns that are read before a row's end is known: all, or half where all would take longer than to
-// wait for the end.
-constexpr int EARLY_COLUMNS = TILE > 8192 ? TILE / 2 : TILE;
-
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_constant__ TopkParams p) {
     let_next_kernel_start();
     const int parts = num_parts(), part = this_part(), row = blockIdx.x / parts;
@@ -66,10 +62,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
     if (threadIdx.x == 0) shared().listed = 0;
 #endif
     wait_for_earlier_kernels();
-    Tile tile;
-    const bool early = FEW && !STREAMED && p.starts == nullptr;
-    const bool at_once = early && Tile::first_of_warp_vector(0) < EARLY_COLUMNS;
-    if (at_once) tile.load(p, row, {0, p.width}, 0);
     const Range of_row = columns_of_row(p, row);
     const int length = of_row.end - of_row.begin;
     if (length <= p.k) {
@@ -80,14 +72,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
     if constexpr (STREAMED) {
         if (ceil_div(length, parts) + 8 > TILE) {
             choose_streamed(p, row, of_row, range);
-        } else {
-            load_and_choose_aside(p, row, of_row, range);
-        }
-    } else if constexpr (FEW) {
-        if (early) {
-            const Range from_0 = {0, of_row.end};
-            if (!at_once) tile.load(p, row, from_0, 0);
-            choose_held(p, row, from_0, from_0, 0, tile);
         } else {
             load_and_choose_aside(p, row, of_row, range);
         }

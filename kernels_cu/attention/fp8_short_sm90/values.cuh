@@ -38,17 +38,8 @@ __device__ __forceinline__ void widen_row_columns(const Role& r, const RowColumn
     for (int n = 0; n < 4; ++n) a[1][n] = opaque(r.warpgroup == TILES - 1 ? c.rope[n] : a[1][n]);  // as in values.cuh
 }
 
-// The rows of a tile are there: all have met since the warps that brought them waited for them. racecheck does not see
-// that (ptx/mbarrier.cuh), so for it everybody waits.
-__device__ __forceinline__ void await_tile_for_racecheck(int tile, int turn) {
-    if constexpr (WARP_ARRIVALS == 32) {
-        for (int warp = 4 * tile; warp < 4 * tile + 4; ++warp)
-            mbarrier_wait(shared_address(&rest().full[warp]), turn & 1);
-    }
-}
-
-// O^T = V^T . P^T over the tiles, in a CTA's query of number `turn`.
-__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t tiles, int turn, Values2& out) {
+// O^T = V^T . P^T over the tiles.
+__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t tiles, Values2& out) {
     const uint64_t first_p = wgmma_operand(opaque(shared_address(shared)), 1024, 16);
 #pragma unroll
     for (int i = 0; i < HEADS / 2; ++i) out.o[0][i] = out.o[1][i] = 0.0f;
@@ -56,7 +47,6 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t tiles, int t
     do {
         const int tile = __ffs(tiles) - 1;
         tiles &= tiles - 1;
-        await_tile_for_racecheck(tile, turn);
         const uint64_t prob = wgmma_further(first_p, tile * LINES_BYTES);
         const uint32_t rows = shared_address(shared) + ROWS_AT + tile * TILE_ROWS * STRIDE;
         const uint32_t ratios = shared_address(&rest().ratio[tile][2 * r.warpgroup][4 * r.t]);

@@ -148,7 +148,7 @@ __device__ __forceinline__ void load_and_choose(const TopkParams& p, int row, co
     choose_held(p, row, of_row, range, first, tile);
 }
 
-// The same, for the kernels that are not made for it. Not inline: code in front of theirs would cost them time.
+// The same, for kernels that are made for longer rows. Not inline: code in front of theirs would cost them time.
 __device__ __noinline__ void load_and_choose_aside(const TopkParams& p, int row, Range of_row, Range range) {
     load_and_choose(p, row, of_row, range);
 }
