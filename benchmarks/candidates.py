@@ -10,7 +10,8 @@ of them. Groups:
                             the compressed rows that its layers have)
     V32 ragged, ...         the same, with a length for each request
     prefill                 1 to 330 queries
-    large prefill           1024 to 3072 queries; random lists, lists with locality, lengths, or a prompt's first tokens
+    large prefill           1024 to 3072 queries; random lists, lists with locality, either with lengths, or a prompt's
+                            first tokens
     portable                any of these on the kernel for all GPUs, in both its shapes
 
 A row has the fields of a call, `chosen`, the kernel and division that the package chooses, and `us`: microseconds by
@@ -71,6 +72,7 @@ MOST_SPLITS = 5  # numbers of splits of one kind that are measured for one call
 HEADS = (8, 16, 32, 64, 128)
 OTHER_HEADS = {8: (2, 4, 7), 16: (12, 10), 32: (20, 24), 64: (40, 48), 128: (80, 96, 112)}
 USUAL = 2048  # entries
+LISTS = "random", "local", "lengths", "local lengths", "causal"  # of a large prefill; lengths: one a query
 FOLDED = (math.sqrt(5) - 1) / 2
 
 Row = dict[str, Any]
@@ -111,7 +113,7 @@ def prefill_row(rng: random.Random, kind: str, h: int, n: int) -> Row:
     large = kind.startswith("large")
     n = 64 * rng.randint(16, 48) if large else n
     topk = USUAL if rng.random() < 0.4 else 64 * rng.randint(2, 32)
-    chosen = rng.choice(("random", "local", "lengths", "causal") if large else ("random", "random", "lengths"))
+    chosen = rng.choice(LISTS if large else ("random", "random", "lengths"))
     return {"kind": kind, "h": h, "d_qk": rng.choice((576, 512)), "s_q": n, "topk": topk, "lists": chosen}
 
 
@@ -250,11 +252,11 @@ def prefill_calls(row: Row) -> Callable[[], list[Call]]:
     h, d, s_q, topk = row["h"], row["d_qk"], row["s_q"], row["topk"]
     kv, sets = normal(ROWS, 1, d), []
     for _ in range(SETS):
-        of = local_lists(s_q, topk, ROWS) if row["lists"] == "local" else random_slots(s_q, 1, topk, slots=ROWS)
+        of = local_lists(s_q, topk, ROWS) if "local" in row["lists"] else random_slots(s_q, 1, topk, slots=ROWS)
         if row["lists"] == "causal":
             token = torch.arange(topk, device="cuda", dtype=torch.int32)
             of = torch.where(token <= torch.arange(s_q, device="cuda")[:, None], token, -1).to(torch.int32)[:, None]
-        sets.append((normal(s_q, h, d), of, lengths(s_q, topk) if row["lists"] == "lengths" else None))
+        sets.append((normal(s_q, h, d), of, lengths(s_q, topk) if "lengths" in row["lists"] else None))
     return lambda: [
         lambda q=q, i=i, n=n: flash_mla.flash_mla_sparse_fwd(q, kv, i, d**-0.5, topk_length=n) for q, i, n in sets
     ]

@@ -62,7 +62,7 @@ def problem_of(gpu: Gpu, row: dict[str, Any]) -> Problem:
     """The call of a row."""
     if "prefill" in row["kind"]:
         layout = BF16_576 if row["d_qk"] == 576 else BF16_512
-        return Problem(gpu, layout, True, row["h"], row["s_q"], row["topk"], uneven=row["lists"] == "lengths")
+        return Problem(gpu, layout, True, row["h"], row["s_q"], row["topk"], uneven="lengths" in row["lists"])
     return Problem(
         gpu, LAYOUTS[row["kind"].split()[0]], False, row["h"], row["b"] * row["s_q"], row["topk"], row["extra_topk"],
         uneven=bool(row["lengths"]), flat=row["extra_topk"] == 0,
