@@ -23,8 +23,8 @@ MEAN, WORST = 0.01, 0.06
 # Of calls, the part where a candidate that no kernel offers is faster by more than WORST: each one that is offered
 # takes some 8 us of a first call.
 MOST_NOT_OFFERED = 0.003
-# Of prefill of many queries: whether neighbours list the same rows, and where lists end, nobody knows before. To look for
-# groups of queries that do takes some 5 % of a call where there are none, and they are up to four times as fast.
+# Of prefill of many queries: whether neighbours list the same rows, and where lists end, nobody knows before. To look
+# for groups of queries that do takes some 5 % of a call where there are none, and they are up to four times as fast.
 MEAN_UNKNOWN = 0.02
 
 MOST_ABOVE = 0.05  # of calls that no time was fitted to, the part that may be slower by more than WORST
