@@ -150,34 +150,6 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], u
           "n"(SUM == Sum::ADD), "n"(B == Major::MN));
 }
 
-// c += A . B, or c = A . B unless `adds`, which is the same in all threads. Of 256 columns; A in shared memory, ...
-#define WGMMA_IF(type, inputs, ...)                                                                  \
-    asm volatile(                                                                                    \
-        "{\n.reg .pred adds;\nsetp.ne.b32 adds, %128, 0;\n"                                          \
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" R128 "}, " inputs ";\n}\n" \
-        : C128("+f")                                                                                 \
-        : "r"(int(adds)), __VA_ARGS__)
-template <Values VALUES, Major A, Major B>
-__device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b, bool adds) {
-    if constexpr (VALUES == Values::BF16) {
-        WGMMA_IF("bf16", "%129, %130, adds, 1, 1, %131, %132", "l"(a), "l"(b), "n"(A == Major::MN),
-                 "n"(B == Major::MN));
-    } else {
-        WGMMA_IF("f16", "%129, %130, adds, 1, 1, %131, %132", "l"(a), "l"(b), "n"(A == Major::MN),
-                 "n"(B == Major::MN));
-    }
-}
-
-// ... or in registers.
-template <Values VALUES, Major B>
-__device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], uint64_t b, bool adds) {
-    if constexpr (VALUES == Values::BF16) {
-        WGMMA_IF("bf16", "{%129, %130, %131, %132}, %133, adds, 1, 1, %134", A_REGISTERS, "l"(b), "n"(B == Major::MN));
-    } else {
-        WGMMA_IF("f16", "{%129, %130, %131, %132}, %133, adds, 1, 1, %134", A_REGISTERS, "l"(b), "n"(B == Major::MN));
-    }
-}
-
 // On e4m3, K-major. A in shared memory, ...
 #define WGMMA_E4M3_AS(shape, registers, outputs, inputs, ...)                                                    \
     asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k32.f32.e4m3.e4m3 {" registers "}, " inputs ", 1, 1;" \
@@ -253,7 +225,6 @@ __device__ __forceinline__ void wgmma_e4m3(float (&c)[128], const uint32_t (&a)[
 #undef R128
 #undef WGMMA_AS
 #undef WGMMA
-#undef WGMMA_IF
 #undef WGMMA_E4M3_AS
 #undef WGMMA_E4M3
 #undef A_REGISTERS

@@ -36,7 +36,7 @@ __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, cons
             // P_0 is ready by now: its product runs while this warpgroup computes P_1.
             take_p<K>(0, warp, lane, other_ref);
             follow(state, other_ref, o);
-            start_pv(0, W, o, pair > 0);
+            start_pv(0, W, o);
             wgmma_wait<2>();
         }
         if (!K::CLUSTER && last) release(sm.q_empty, lane);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, cons
         if (rises) raise(state, my_ref, o);
         state.sum[0] += my_sum[0];
         state.sum[1] += my_sum[1];
-        start_pv(W, W, mine, o, W == 1 || pair > 0);
+        start_pv(W, W, mine, o);
         release_halves(sm.empty[W][W], lane);
         if constexpr (W == 0) {
             take_p<K>(1, warp, lane, other_ref);
@@ -69,28 +69,24 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p, int wa
     uint32_t parity = 0, turn = 0;
     if constexpr (K::CLUSTER) copy_q<K>(p, warpgroup, warp);
     if constexpr (K::LATE) wait_for_earlier_kernels();
-    float o[128];
-#pragma unroll
-    for (int i = 0; i < 128; ++i) o[i] = 0.0f;
 #pragma unroll 1
     for (;; turn ^= 1) {
         Softmax state;
+        float o[128];
+#pragma unroll
+        for (int i = 0; i < 128; ++i) o[i] = 0.0f;
         mbarrier_wait(shared_address(&sm.q_full), turn);
         if (!K::CLUSTER && sm.work < 0) break;
-        const int number = sm.work, length = sm.length, pairs = num_pairs(length);
+        const Work w = K::work_of(p, sm.work, num_head_tiles(p), sm.length);
         uint32_t kept[K::KEPT][4];
         keep_q(warp, lane, kept);
-        if (!K::CLUSTER && pairs == 0) {
-            release(sm.q_empty, lane);
-#pragma unroll
-            for (int i = 0; i < 128; ++i) o[i] = 0.0f;  // of the item before, no product sets it anew
-        }
+        if (!K::CLUSTER && w.pairs == 0) release(sm.q_empty, lane);
         if (warpgroup == 0) {
-            multiply_pairs<K, 0>(p, reader, pairs, warp, lane, kept, parity, state, o);
+            multiply_pairs<K, 0>(p, reader, w.pairs, warp, lane, kept, parity, state, o);
         } else {
-            multiply_pairs<K, 1>(p, reader, pairs, warp, lane, kept, parity, state, o);
+            multiply_pairs<K, 1>(p, reader, w.pairs, warp, lane, kept, parity, state, o);
         }
-        finish<K>(p, number, length, turn, state, o);
+        finish<K>(p, w, turn, state, o);
         if constexpr (K::CLUSTER) break;
     }
 }

@@ -59,10 +59,10 @@ __device__ __forceinline__ void write_lines(const typename K::Params& p, const W
     }
 }
 
-// The end of a work item in a consumer warpgroup. The item is found anew, while the other warpgroup comes to its end.
+// The end of a work item in a consumer warpgroup.
 template <typename K>
-__device__ __forceinline__ void finish(const typename K::Params& p, int number, int length, int turn,
-                                       const Softmax& state, float (&o)[128]) {
+__device__ __forceinline__ void finish(const typename K::Params& p, const Work& w, int turn, const Softmax& state,
+                                       float (&o)[128]) {
     Small& sm = small<K>();
     const int thread = read_thread_index();  // anew: what was derived from it takes no registers all through the loop
     const int warpgroup = thread / WARPGROUP, warp = thread / 32 % 4, lane = thread % 32;
@@ -75,7 +75,6 @@ __device__ __forceinline__ void finish(const typename K::Params& p, int number, 
             sm.max[turn][warpgroup][16 * warp + g + 8 * i] = max;
         }
     }
-    const Work w = K::work_of(p, opaque(number), num_head_tiles(p), length);
     sync_consumers();
     auto total_of = [&](int i) { return line_total<K>(warp, lane, turn, state, i); };
     K::write(p, w, warpgroup, warp, lane, total_of, o);

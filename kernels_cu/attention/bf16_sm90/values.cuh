@@ -33,25 +33,24 @@ __device__ __forceinline__ uint64_t v_operand(int tile, int half) {
 }
 
 // Start O += P . V for this warpgroup's half of V's columns, each half of the rows a group of products of its own:
-// with its own P, ... `adds`: else the products are O, whatever that was before.
-__device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&prob)[4][4], float (&o)[128],
-                                         bool adds = true) {
+// with its own P, ...
+__device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&prob)[4][4], float (&o)[128]) {
     const uint64_t v = v_operand(tile, half);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        wgmma<ITEMS, Major::MN>(o, prob[k], wgmma_further(v, 2048 * k), k > 0 || adds);
+        wgmma<ITEMS, Sum::ADD, Major::MN>(o, prob[k], wgmma_further(v, 2048 * k));
         if (k % 2 == 1) wgmma_commit();
     }
 }
 
 // ... with the other warpgroup's.
-__device__ __forceinline__ void start_pv(int tile, int half, float (&o)[128], bool adds = true) {
+__device__ __forceinline__ void start_pv(int tile, int half, float (&o)[128]) {
     const uint64_t p = wgmma_operand(p_address(tile), 1024, 16), v = v_operand(tile, half);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        wgmma<ITEMS, Major::K, Major::MN>(o, wgmma_further(p, 32 * k), wgmma_further(v, 2048 * k), k > 0 || adds);
+        wgmma<ITEMS, Sum::ADD, Major::K, Major::MN>(o, wgmma_further(p, 32 * k), wgmma_further(v, 2048 * k));
         if (k % 2 == 1) wgmma_commit();
     }
 }

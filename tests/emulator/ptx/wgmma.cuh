@@ -192,18 +192,6 @@ inline void wgmma(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
     }
 }
 
-// c += A . B, or c = A . B unless `adds`, which is the same in all threads. Of 256 columns; A in shared memory, ...
-template <Values VALUES, Major A, Major B>
-inline void wgmma(float (&c)[128], uint64_t a, uint64_t b, bool adds) {
-    adds ? wgmma<VALUES, Sum::ADD, A, B>(c, a, b) : wgmma<VALUES, Sum::SET, A, B>(c, a, b);
-}
-
-// ... or in registers.
-template <Values VALUES, Major B>
-inline void wgmma(float (&c)[128], const uint32_t (&a)[4], uint64_t b, bool adds) {
-    adds ? wgmma<VALUES, Sum::ADD, B>(c, a, b) : wgmma<VALUES, Sum::SET, B>(c, a, b);
-}
-
 // On e4m3, K-major. A in shared memory, ...
 template <Sum SUM, int N>
 inline void wgmma_e4m3(float (&c)[N], uint64_t a, uint64_t b) {
