@@ -21,6 +21,3 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t block, const int& line, co
 __device__ __forceinline__ uint32_t swizzle_pairs(int line, int chunk) {
     return (chunk ^ ((line & 1) << 2 | (line >> 1 & 3))) << 4;
 }
-
-// The same in lines of 64 bytes, four chunks: eight lines of one chunk meet all banks, and so do eight neighbouring chunks.
-__device__ __forceinline__ uint32_t swizzle_of_half(int line, int chunk) { return (chunk ^ (line >> 1 & 3)) << 4; }

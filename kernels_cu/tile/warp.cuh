@@ -59,6 +59,25 @@ __device__ __forceinline__ float quad_sum_of_mine(const float (&v)[4], int t) {
     return (odd ? second : first) + __shfl_xor_sync(~0u, odd ? first : second, 1);
 }
 
+// Word k of lane t of a quad goes to word t of lane k.
+__device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int t) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+#pragma unroll
+        for (int low = 0; low < 4; ++low) {
+            if (low & step) continue;
+            const int high = low | step;
+            const uint32_t sent = t & step ? v[low] : v[high];
+            const uint32_t received = __shfl_xor_sync(~0u, sent, step);
+            if (t & step) {
+                v[low] = received;
+            } else {
+                v[high] = received;
+            }
+        }
+    }
+}
+
 // Over the eight lanes with the same t: all g, the rows of an accumulator.
 __device__ __forceinline__ float rows_max(float x) {
 #pragma unroll

@@ -44,7 +44,6 @@ struct Small {
     float ref[2][LINES];     // what P_w is relative to
     float sum[2][2][LINES];  // at the end, alternating between work items: sums and maxima of each warpgroup's tiles
     float max[2][2][LINES];
-    alignas(16) uint8_t staged[8][8 * 64];  // by each consumer warp: of eight lines of the output 32 columns
 };
 
 extern __shared__ __align__(1024) uint8_t shared[];

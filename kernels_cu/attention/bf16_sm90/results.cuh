@@ -18,22 +18,17 @@ __device__ __forceinline__ LineTotal line_total(int warp, int lane, int turn, co
 
 // Writes the output and statistics of one work item: a warpgroup's half of the columns. `total_of(i)` returns the
 // LineTotal of a thread's i-th line. What follows a main loop is fetched from memory, so what is mostly run is short and
-// stands in one piece: no chunk asks whether the output is aligned, and eight lines' next 32 columns pass through shared
-// memory, behind which a lane has 16 bytes that stand together.
+// stands in one piece: no chunk asks whether the output is aligned.
 template <typename K, typename Total>
 __device__ __forceinline__ void write_lines(const typename K::Params& p, const Work& w, int warpgroup, int warp,
                                             int lane, Total total_of, const float (&o)[128]) {
     const int g = lane / 4, t = lane % 4;
-    // A lane gives the address of a line's chunk of stmatrix, and loads another; so the lines of a chunk meet all banks.
-    const uint32_t staged = shared_address(small<K>().staged[4 * warpgroup + warp]);
-    const uint32_t store_at = staged + lane % 8 * 64 + swizzle_of_half(lane % 8, lane / 8);
-    const uint32_t load_at = staged + g * 64 + swizzle_of_half(g, t);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const Line line = K::line_at(p, w, w.head_tile * HEADS + 16 * warp + g + 8 * i);
         const LineTotal total = total_of(i);
         const HeadResult result = {total.max, log2_sum_exp(total.ref, total.sum)};
-        const bool here = line.head < p.h_q;  // all lanes of the quad agree, and all take part in stmatrix
+        const bool here = line.head < p.h_q;  // all lanes of the quad agree, and all take part in the shuffles
         const float scale = !here || total.sum == 0.0f ? 0.0f : sink_factor(p, line.head, result.lse) / total.sum;
         bf16* out = out_of(p, line.query, line.head, 256 * warpgroup);
         auto pack = [&](int j) { return pack_items(o[4 * j + 2 * i] * scale, o[4 * j + 2 * i + 1] * scale); };
@@ -41,11 +36,9 @@ __device__ __forceinline__ void write_lines(const typename K::Params& p, const W
             Vec16* to = reinterpret_cast<Vec16*>(out) + t;
 #pragma unroll
             for (int j = 0; j < 32; j += 4) {
-                stmatrix_x4(store_at, pack(j), pack(j + 1), pack(j + 2), pack(j + 3));
-                __syncwarp();
-                const Vec16 chunk = load_shared_16(load_at);
-                __syncwarp();
-                if (here) to[j] = chunk;
+                uint32_t packed[4] = {pack(j), pack(j + 1), pack(j + 2), pack(j + 3)};
+                transpose_quad(packed, t);
+                if (here) to[j] = {packed[0], packed[1], packed[2], packed[3]};
             }
         } else if (here) {
 #pragma unroll
