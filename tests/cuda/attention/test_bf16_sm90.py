@@ -65,6 +65,19 @@ def test_queries_without_rows_between_others(hopper, rng):
     check_prefill(hopper, q, kv, indices, 0.05, None, length)
 
 
+def test_queries_without_rows_behind_one_of_nan(hopper, rng):
+    """More queries than SMs. Some list a row of NaN, the others none: nothing of one reaches the next."""
+    s_q = 300
+    q, kv, indices = prefill_inputs(rng, s_q, 3, 576, 50, 5)
+    named = rng.random(s_q) < 0.5
+    kv[7] = np.nan
+    indices[...] = np.where(named[:, None, None], 7, -1)
+    out, _, lse = map(hopper.take, cupy_mla.sparse_prefill(*map(hopper.put, (q, kv, indices)), 0.05))
+    assert np.isnan(out[named].astype(np.float32)).all()
+    assert not out[~named].astype(np.float32).any()
+    assert (lse[~named] == np.inf).all()
+
+
 @pytest.mark.parametrize("topk", [1, 130, 1030])
 def test_lists_end_with_their_last_valid_entry(hopper, launched, rng, topk):
     """So many queries that it is looked for: none, few, and all entries valid, holes, rows that do not exist."""
