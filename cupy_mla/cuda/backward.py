@@ -13,7 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ..arguments import PrefillBackward
-from ..dtypes import FLOAT32
+from ..dtypes import BFLOAT16, FLOAT32
 from ..layouts import D_V
 from .attention import choose
 from .attention.kernels.portable import LARGE, SMALL
@@ -39,6 +39,8 @@ RANGE_ROWS = 8  # whose gradients a CTA adds up
 WIDTHS = (576, 512)
 HEADS_SM90, LEAST_HEADS_SM90 = 64, 17  # of a CTA of `backward_sm90`; of a call that it is for
 
+LINES = 2  # what the kernels call rows of dq that are bfloat16 and allow stores of 16 bytes
+
 
 class Shape(NamedTuple):
     """How a CTA of `backward` works: heads, rows of a tile, and KB of shared memory that it may have."""
@@ -51,8 +53,8 @@ class Shape(NamedTuple):
 LARGEST = 227  # KB, of sm_90 and sm_100
 ARCHS = {SMALL: PORTABLE, LARGE: ("80", "90", "100"), LARGEST: ("90", "100")}
 SHAPES = {
-    LARGEST: (Shape(16, 64, LARGE), Shape(32, 32, LARGE), Shape(64, 32, LARGEST)),
-    LARGE: (Shape(16, 64, LARGE), Shape(32, 32, LARGE), Shape(64, 16, LARGE)),
+    LARGEST: (Shape(16, 32, SMALL), Shape(32, 32, LARGE), Shape(64, 32, LARGEST)),
+    LARGE: (Shape(16, 32, SMALL), Shape(32, 32, LARGE), Shape(64, 16, LARGE)),
     SMALL: (Shape(16, 32, SMALL), Shape(32, 16, SMALL)),
 }
 
@@ -142,6 +144,7 @@ def _params(a: PrefillBackward, sums: RowSums, first: int, blocks: int, sink_ter
     """Of the kernel that makes dq of a chunk's queries, and what they contribute to rows."""
     h_q = a.q.shape[1]
     d_lse = (0, 0) if a.d_lse is None else a.d_lse.strides
+    lines = a.dq.dtype == BFLOAT16 and a.dq.aligned(16)
     return BACKWARD(
         q=from_token(a.q, first), kv=a.kv.ptr, out=from_token(a.out, first), dout=from_token(a.dout, first),
         lse=from_token(a.lse, first), d_lse=from_token(a.d_lse, first), sink=pointer(a.sink), rows=sums.rows.ptr,
@@ -152,5 +155,5 @@ def _params(a: PrefillBackward, sums: RowSums, first: int, blocks: int, sink_ter
         dq_token=a.dq.strides[0], dq_head=a.dq.strides[1], sink_stride=0 if a.sink is None else a.sink.strides[0],
         h_q=h_q, topk=a.indices.shape[1], blocks=blocks, scale=a.sm_scale, scale_log2=a.sm_scale * math.log2(math.e),
         wide=int(a.dq.dtype == FLOAT32), aligned=int(_aligned(a)),
-        aligned_dq=int(a.dq.aligned(2 * a.dq.dtype.itemsize)),
+        aligned_dq=LINES if lines else int(a.dq.aligned(2 * a.dq.dtype.itemsize)),
     )  # fmt: skip

@@ -41,6 +41,8 @@ constexpr int Q_AT = 0, DOUT_AT = Q_AT + HEADS * QK_BYTES, TILE_AT = DOUT_AT + H
               SHARED_BYTES = HEADS_AT + int(sizeof(HeadNumbers));
 static_assert(SHARED_BYTES <= SHARED_LIMIT && DOUT_AT % 128 == 0 && TILE_AT % 128 == 0 && DP_AT % 128 == 0, "");
 
+constexpr int CTAS = 2 * SHARED_BYTES <= 163 * 1024 ? 2 : 1;  // of an SM
+
 extern __shared__ __align__(128) uint8_t shared[];
 
 __device__ __forceinline__ HeadNumbers& numbers() { return *reinterpret_cast<HeadNumbers*>(shared + HEADS_AT); }
@@ -236,7 +238,7 @@ __device__ __forceinline__ void contribute(const BackwardParams& p, const Item& 
         for (int j = 0; j < V_TILES; ++j) pairs[j] = pack_bf16x2(c[j][2 * i], c[j][2 * i + 1]);
         store_contribution(to + V_COLUMNS * warp, t, pairs);
         if (TILES > V_TILES)  // column 8 * warp + 2 t of RoPE's
-            store_pair(to + D_V + 16 * t + 2 * warp, c[TILES - 1][2 * i], c[TILES - 1][2 * i + 1], true);
+            store_pair(to + D_V + place_of_pair(warp, t), c[TILES - 1][2 * i], c[TILES - 1][2 * i + 1], true);
     }
 }
 
@@ -257,7 +259,7 @@ __device__ __forceinline__ void write_dq(const BackwardParams& p, const Item& it
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ BackwardParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) backward(const __grid_constant__ BackwardParams p) {
     const Item item = Item::of_cta(p);
     Gradient dq;
 #pragma unroll

@@ -110,19 +110,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_lists(const __gri
     }
     if (threadIdx.x == 0) p.counts[query] = count;
     int32_t* starts = p.starts + int64_t(query) * (p.ranges + 1);
-#pragma unroll 1
-    for (int range = threadIdx.x; range <= p.ranges; range += THREADS) {
-        int first = 0, end = count;  // by bisection: entries before `first` lie below the range
-        while (first < end) {
-            const int middle = (first + end) / 2;
-            if (rows.entries[middle] / RANGE_ROWS < range) {
-                first = middle + 1;
-            } else {
-                end = middle;
-            }
-        }
-        starts[range] = first;
-    }
+    const int first = count > 0 ? rows.entries[0] / RANGE_ROWS : p.ranges;
+    const int last = count > 0 ? rows.entries[count - 1] / RANGE_ROWS : p.ranges;
+    for (int range = threadIdx.x; range <= p.ranges; range += THREADS)
+        if (range <= first || range > last) starts[range] = range <= first ? 0 : count;
+    // Ranges that an entry is the first one of, or the first one behind.
+    for (int at = threadIdx.x + 1; at < count; at += THREADS)
+        for (int range = rows.entries[at - 1] / RANGE_ROWS + 1; range <= rows.entries[at] / RANGE_ROWS; ++range)
+            starts[range] = at;
 }
 
 // Read by the launcher.

@@ -6,21 +6,22 @@
 //
 //   warpgroup 0 (consumer)              warpgroup 1 (consumer)              warpgroup 2 (producer)
 //     S = Q.K^T       m64n64k16           dP = dO.V^T    m64n64k16            Q and dO, then rows of each tile by
-//                 <--- dP, float32, where dS and P go after                     cp.async, once the tile is released
-//     dS and sigma * P, bf16, to shared memory
+//         rows 32 .. 63  --->          <---  rows 0 .. 31                       cp.async, once the tile is released
+//     dS and sigma * P of rows 0 .. 31    dS and sigma * P of rows 32 .. 63, bf16, to shared memory
 //     dQ += dS.K      m64n256k16          dQ += dS.K     m64n256k16, n64
 //       columns 0 .. 255                    columns 256 .. 511, RoPE's        <-- the tile is released
 //     C = dS^T.Q + (sigma * P)^T.dO, 64 columns at a time  m64n64k16
 //       columns 0 .. 255, RoPE's            columns 256 .. 511
 //
-// C of 64 columns is written while the next 64 are multiplied.
+// C of 64 columns is written while the next 64 are multiplied. S and dP change hands as float32, where dS and P go after.
+// At the end dQ as bfloat16 goes to memory through the tile's place, so that lines of 128 bytes are written.
 //
 //   heads_full    Q and dO have come      128 arrivals after cp.async
 //   full          a tile has come         the same
 //   empty         a tile is released      the 8 consumer warps
-//   FREE          named: warpgroup 0 has multiplied C; warpgroup 1, which has too, may write dP
-//   DP_READY      named: dP is written
-//   DP_READ       named: warpgroup 0 has read dP
+//   FREE_0, _1    named: the other warpgroup has multiplied C; 0, or 1, may write where dS and P are
+//   HANDED_OVER   named: both; halves of S and dP are written
+//   TAKEN         named: both; they are read
 //   CONSUMERS     named: both; dS and P are written, or the heads' numbers
 //
 // Shared memory, bytes: Q and a tile 128 * D_QK each, dO 65,536, dS and P 8,192 each, and 1 KB; 576 wide 230,168.
@@ -44,7 +45,7 @@ constexpr int BLOCK_BYTES = LINES * LINE_BYTES;
 constexpr bool ROPE = BLOCKS > V_BLOCKS;
 constexpr int CONSUMER_THREADS = 2 * WARPGROUP, THREADS = CONSUMER_THREADS + WARPGROUP;
 
-enum NamedBarrier { FREE = 1, DP_READY = 2, DP_READ = 3, CONSUMERS = 4 };
+enum NamedBarrier { FREE_0 = 1, FREE_1 = 2, HANDED_OVER = 3, TAKEN = 4, CONSUMERS = 5 };
 
 struct Small {
     uint64_t heads_full, full, empty;
@@ -119,32 +120,46 @@ __device__ __forceinline__ void multiply_scores(int lines_at, float (&s)[32]) {
     wgmma_wait<0>();
 }
 
-// Where a thread of warpgroup 1 leaves its part j of dP, and the same thread of warpgroup 0 finds it.
-__device__ __forceinline__ float4* dp_part(int j) {
-    return reinterpret_cast<float4*>(shared + DS_AT) + j * WARPGROUP + threadIdx.x % WARPGROUP;
+// Where this thread and the same one of the other warpgroup leave part j of what they hand over: S where P goes after, dP
+// where dS does.
+__device__ __forceinline__ float4* handed_over(bool dp, int j) {
+    return reinterpret_cast<float4*>(shared + (dp ? DS_AT : P_AT)) + j * WARPGROUP + threadIdx.x % WARPGROUP;
 }
 
-// Warpgroup 0: dS and sigma * P of a tile from S and dP, to shared memory.
-__device__ __forceinline__ void find_weights(const BackwardParams& p, const Role& r, int rows, const float (&s)[32]) {
-    float4 dp[8];
+// dS and sigma * P of the warpgroup's half of a tile, 32 rows, to shared memory. `mine`: S or dP of all 64.
+template <int W>
+__device__ __forceinline__ void find_weights(const BackwardParams& p, const Role& r, int tile, int rows,
+                                             const float (&mine)[32]) {
+    constexpr int FIRST = 4 * W, GIVEN = 4 - FIRST;  // of eight rows each
+    if (tile > 0) named_barrier_sync(W == 0 ? FREE_0 : FREE_1, CONSUMER_THREADS);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) dp[j] = *dp_part(j);
-    named_barrier_sync(DP_READ, WARPGROUP);
+    for (int j = 0; j < 4; ++j) {
+        const float* x = mine + 4 * (GIVEN + j);
+        *handed_over(W == 1, j) = make_float4(x[0], x[1], x[2], x[3]);
+    }
+    named_barrier_sync(HANDED_OVER, CONSUMER_THREADS);
+    float4 taken[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) taken[j] = *handed_over(W == 0, j);
+    named_barrier_sync(TAKEN, CONSUMER_THREADS);
     const HeadNumbers& of = small().numbers;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int head = r.row(i);
         const float lse = of.lse[head], sigma = of.sigma[head], e = of.e[head];
+        auto weights = [&](int row, float x, float y) {
+            return weights_from(p, row < rows, W == 0 ? x : y, W == 0 ? y : x, lse, sigma, e);
+        };
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const int row = 8 * j + 2 * r.t;
-            const float x = i == 0 ? dp[j].x : dp[j].z, y = i == 0 ? dp[j].y : dp[j].w;
-            const Weights first = weights_from(p, row < rows, s[4 * j + 2 * i], x, lse, sigma, e);
-            const Weights second = weights_from(p, row + 1 < rows, s[4 * j + 2 * i + 1], y, lse, sigma, e);
-            store_shared_4(swizzled(address_of(DS_AT), head, j) + 4 * r.t, pack_bf16x2(first.ds, second.ds));
-            store_shared_4(swizzled(address_of(P_AT), head, j) + 4 * r.t, pack_bf16x2(first.p, second.p));
+        for (int j = 0; j < 4; ++j) {
+            const int chunk = FIRST + j, row = 8 * chunk + 2 * r.t, at = 4 * chunk + 2 * i;
+            const Weights first = weights(row, mine[at], i == 0 ? taken[j].x : taken[j].z);
+            const Weights second = weights(row + 1, mine[at + 1], i == 0 ? taken[j].y : taken[j].w);
+            store_shared_4(swizzled(address_of(DS_AT), head, chunk) + 4 * r.t, pack_bf16x2(first.ds, second.ds));
+            store_shared_4(swizzled(address_of(P_AT), head, chunk) + 4 * r.t, pack_bf16x2(first.p, second.p));
         }
     }
+    fence_proxy_async();
 }
 
 // dQ += dS.K over the columns from block `first` on, as many as the accumulators are.
@@ -224,6 +239,26 @@ __device__ __forceinline__ void write_dq(const BackwardParams& p, const Item& it
     }
 }
 
+// The same of a column block as bfloat16, through its part of the tile's place, which this warpgroup alone has read last.
+__device__ __forceinline__ void write_dq_lines(const BackwardParams& p, const Item& item, const Role& r, int block,
+                                               const float* dq) {
+    const uint32_t at = address_of(TILE_AT + block * BLOCK_BYTES);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            store_shared_4(swizzled(at, r.row(i), j) + 4 * r.t, pack_bf16x2(dq[4 * j + 2 * i], dq[4 * j + 2 * i + 1]));
+    __syncwarp();
+    const int64_t first = item.query * p.dq_token + item.first_head * p.dq_head + 64 * block;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int line = 16 * r.warp + 4 * i + r.lane / 8, chunk = r.lane % 8;
+        if (item.first_head + line < p.h_q)
+            store_16(static_cast<bf16*>(p.dq) + first + line * p.dq_head + CHUNK * chunk,
+                     load_shared_16(swizzled(at, line, chunk)));
+    }
+}
+
 template <int W>
 __device__ __forceinline__ void run_consumer(const BackwardParams& p, const Item& item, int tiles) {
     constexpr bool HAS_ROPE = W == 1 && ROPE;
@@ -246,16 +281,7 @@ __device__ __forceinline__ void run_consumer(const BackwardParams& p, const Item
         fence_proxy_async();
         float s[32];
         multiply_scores<W == 0 ? BLOCKS : V_BLOCKS>(W == 0 ? Q_AT : DOUT_AT, s);
-        if constexpr (W == 1) {
-            if (tile > 0) named_barrier_sync(FREE, CONSUMER_THREADS);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) *dp_part(j) = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
-            named_barrier_arrive(DP_READY, CONSUMER_THREADS);
-        } else {
-            named_barrier_sync(DP_READY, CONSUMER_THREADS);
-            find_weights(p, r, item.count - LINES * tile, s);
-            fence_proxy_async();
-        }
+        find_weights<W>(p, r, tile, item.count - LINES * tile, s);
         named_barrier_sync(CONSUMERS, CONSUMER_THREADS);
         wgmma_fence();
         multiply_dq(4 * W, dq);
@@ -265,10 +291,16 @@ __device__ __forceinline__ void run_consumer(const BackwardParams& p, const Item
         __syncwarp();
         if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty));
         contribute<W>(p, item, r, tile);
-        if (W == 0 && tile + 1 < tiles) named_barrier_arrive(FREE, CONSUMER_THREADS);
+        if (tile + 1 < tiles) named_barrier_arrive(W == 0 ? FREE_1 : FREE_0, CONSUMER_THREADS);
     }
-    write_dq(p, item, r, 256 * W, dq);
-    if constexpr (HAS_ROPE) write_dq(p, item, r, D_V, dq_rope);
+    if (p.aligned_dq == LINES_OF_DQ) {
+#pragma unroll
+        for (int block = 0; block < 4; ++block) write_dq_lines(p, item, r, 4 * W + block, dq + 32 * block);
+        if constexpr (HAS_ROPE) write_dq_lines(p, item, r, V_BLOCKS, dq_rope);
+    } else {
+        write_dq(p, item, r, 256 * W, dq);
+        if constexpr (HAS_ROPE) write_dq(p, item, r, D_V, dq_rope);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_sm90(const __grid_constant__ BackwardParams p) {

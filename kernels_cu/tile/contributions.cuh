@@ -3,17 +3,20 @@
 #include "ptx/convert.cuh"
 #include "ptx/global.cuh"
 
-// The column of a value of a contribution. A lane of an accumulator, t of its quad, has columns 8 j + 2 t and the next of
-// 64; the 16 values that it has stand side by side.
+// Where a contribution has the value of column 8 j + 2 t of 64, which lane t of an accumulator's quad holds; the next column
+// follows. A lane's values of four j stand side by side, and a quad's are 64 bytes: a store writes whole sectors.
+__device__ __forceinline__ constexpr int place_of_pair(int j, int t) { return j / 4 * 32 + 8 * t + j % 4 * 2; }
+
+// The column of a value of a contribution.
 __device__ __forceinline__ int contributed_column(int at) {
-    return at / 64 * 64 + at % 16 / 2 * 8 + at % 64 / 16 * 2 + at % 2;
+    return at / 64 * 64 + (at % 64 / 32 * 4 + at % 8 / 2) * 8 + at % 32 / 8 * 2 + at % 2;
 }
 
-// What a thread has of an entry in 64 columns of C, c[4 j + 2 i + k] at column 8 j + 2 t + k, side by side; `to`: where
-// these columns begin.
+// What a thread has of an entry in 64 columns of C, c[4 j + 2 i + k] at column 8 j + 2 t + k; `to`: where these columns
+// begin.
 __device__ __forceinline__ void store_contribution(bf16* to, int t, const uint32_t (&pairs)[8]) {
-    store_16(to + 16 * t, {pairs[0], pairs[1], pairs[2], pairs[3]});
-    store_16(to + 16 * t + 8, {pairs[4], pairs[5], pairs[6], pairs[7]});
+    store_16(to + place_of_pair(0, t), {pairs[0], pairs[1], pairs[2], pairs[3]});
+    store_16(to + place_of_pair(4, t), {pairs[4], pairs[5], pairs[6], pairs[7]});
 }
 
 // Two neighbouring values of a gradient; `aligned`: in one store.

@@ -24,7 +24,10 @@ def test_shapes(kind, rng, d_qk, h_q, topk):
     check(kind, a._replace(indices=whole))
 
 
-@pytest.mark.parametrize(("d_qk", "h_q", "gaps", "dtype"), [(576, 64, (1, 2, 8), BF16), (512, 70, (0, 1, 3), FLOAT32)])
+@pytest.mark.parametrize(
+    ("d_qk", "h_q", "gaps", "dtype"),
+    [(576, 64, (1, 2, 8), BF16), (512, 70, (0, 1, 3), FLOAT32), (576, 40, (0, 1, 2), BF16), (576, 20, (1, 0, 1), BF16)],
+)
 def test_everything(kind, rng, d_qk, h_q, gaps, dtype):
     """Sinks of any value, lists of all lengths, duplicates, a gradient of lse, results of both dtypes, any strides."""
     check(kind, with_everything(rng, inputs(rng, 6, h_q, d_qk, 60, 90), sinks(rng, h_q)), gaps, dtype)
