@@ -65,7 +65,7 @@ def test_one_variant_does_not_lower_the_shared_memory_of_another(monkeypatch):
         function = cupy.RawModule("", ()).get_function("")
         function.max_dynamic_shared_size_bytes = 49152
         made = alone_and_not()
-        assert made[True].options == made[False].options
+        assert made[True].source == made[False].source
         wanted = {alone: made[alone].load(0).shared_bytes for alone in order}
         assert wanted == {True: 116_736, False: 100_000}
         assert function.max_dynamic_shared_size_bytes == 116_736
@@ -121,6 +121,18 @@ def alone_and_not() -> dict[bool, Kernel]:
     tile = next(tile for tile in logits_sm90.FEW if tile.ctas > 1)
     rest = False, INDEXER_FP8, False
     return {alone: logits_sm90.kernel.__wrapped__(64, tile, True, False, alone, *rest) for alone in (True, False)}
+
+
+def test_cupy_sees_few_sets_of_options(monkeypatch):
+    """For each set it compiles an empty file: constants stand in the text, which tells kernels apart."""
+    cupy, seen = opting_in(monkeypatch), []
+    inner = cupy.RawModule
+    cupy.RawModule = lambda code, options: seen.append((code, options)) or inner(code, options)
+    for half in (False, True):
+        combine.kernel.__wrapped__(half).load(0)
+    (one, options), (other, others) = seen
+    assert options == others
+    assert one != other
 
 
 def test_nvrtc_is_missing(monkeypatch):
