@@ -59,26 +59,33 @@ def read_source(file: str, reader: str = "") -> str:
 
     `#include ROW_READER` is that of `reader`, the header of a cache layout's rows.
 
-    `#pragma once` means nothing inside one string, so every included file is wrapped in a guard instead; `#line`
-    keeps the compiler's messages on the files that people edit.
+    A file that stands there already is left out, but for one in a branch of `#if` that has ended: `#pragma once` means
+    nothing inside one string, so every included file is wrapped in a guard instead. `#line` keeps the compiler's
+    messages on the files that people edit.
     """
     root = kernels_root()
+    there: list[set[str]] = [set()]  # what was included, by the branches of `#if` around a line
 
     def expand(name: str, above: tuple[str, ...]) -> str:
         if name in above:
             raise ValueError(f"kernels_cu/{name} includes itself through {' -> '.join(above)}")
         lines = [f'#line 1 "{name}"']
         for number, line in enumerate((root / name).read_text().splitlines(), start=1):
+            if line.startswith(("#endif", "#el")):
+                there.pop()
+            if line.startswith(("#if", "#el")):
+                there.append(set())
             include = _INCLUDE.match(line)
-            if include:
-                included = include.group(1) or reader
+            included = (include.group(1) or reader) if include else ""
+            if included and not any(included in branch for branch in there):
                 guard = "INCLUDED_" + re.sub(r"\W", "_", included).upper()
                 body = expand(included, (*above, name))
                 lines += [f"#ifndef {guard}", f"#define {guard}", body, "#endif", f'#line {number + 1} "{name}"']
-            elif line.strip() != "#pragma once":
-                lines.append(line)
-            else:
+                there[-1].add(included)
+            elif included or line.strip() == "#pragma once":
                 lines.append("")
+            else:
+                lines.append(line)
         return "\n".join(lines)
 
     return expand(file, ()) + "\n"

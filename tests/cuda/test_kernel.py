@@ -160,7 +160,38 @@ def test_sources_include_each_header_behind_a_guard():
     text = read_source("attention/combine.cu")
     assert "#include" not in text
     assert "#pragma once" not in text
-    assert text.count("#define INCLUDED_PTX_TYPES_CUH") > 1
+    assert text.count("#define INCLUDED_PTX_TYPES_CUH") == 1
+
+
+def test_a_header_is_there_whatever_the_constants_are(monkeypatch, tmp_path):
+    """Also where it was included before in a branch that is not compiled; else once."""
+    (tmp_path / "a.cu").write_text(
+        '#if A\n#include "b.cuh"\n#include "c.cuh"\n#elif B\n#include "c.cuh"\n#else\n#endif\n#include "b.cuh"\n'
+        '#if A\n#include "c.cuh"\n#endif\n'
+    )
+    (tmp_path / "b.cuh").write_text('#pragma once\n#include "c.cuh"\nint b;\n')
+    (tmp_path / "c.cuh").write_text("#pragma once\nint c;\n")
+    monkeypatch.setattr(kernel, "kernels_root", lambda: tmp_path)
+    text = read_source("a.cu")
+    read_source.cache_clear()
+    assert text.count("int b;") == 2
+    assert text.count("int c;") == 3
+    # A plain preprocessor finds each of them once, for any constants.
+    for constants in ((), ("A",), ("B",)):
+        lines, taken = [], []
+        defined = {*constants}
+        for line in text.splitlines():
+            word, _, name = line.partition(" ")
+            if word in ("#if", "#ifndef"):
+                taken.append([(name in defined) is (word == "#if")])
+            elif word in ("#elif", "#else"):
+                taken[-1].append(not any(taken[-1]) and (word == "#else" or name in defined))
+            elif word == "#endif":
+                taken.pop()
+            elif all(branches[-1] for branches in taken):
+                lines += [line] if line.startswith("int") else []
+                defined |= {name} if word == "#define" else set()
+        assert lines == ["int c;", "int b;"]
 
 
 def test_a_file_that_includes_itself_is_refused(monkeypatch, tmp_path):
