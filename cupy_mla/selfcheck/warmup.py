@@ -43,6 +43,7 @@ SM_SCALE = 1.0  # no kernel depends on it
 MOST_QUERIES = 2048  # no choice of a kernel depends on how many more there are
 EVERY_NUMBER = 300  # of queries up to this one may have a kernel of its own; from here on powers of two do
 MOST_THREADS = 16  # that compile
+SELECTING = (logits.PORTABLE, logits.SM90, "topk")
 DENSE = dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_fp8_sm90
 
 
@@ -118,7 +119,7 @@ def kernels_of(config: SparseMLAConfig | DenseMLAConfig, device: int) -> Iterato
         for call in _calls(cupy, config):
             with listing() as found:
                 call()
-            yield from found
+            yield from (kernel for kernel in found if _in_steps(config, kernel))
         yield from dense_kernels(gpu, config.layout)
         if isinstance(config, SparseMLAConfig):
             yield from indexer_kernels(gpu, config)
@@ -153,15 +154,23 @@ def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
         return []
     modules = {logits.PORTABLE: logits, logits.SM90: logits_sm90}
     blocks_aligned = config.keys_per_block * INDEXER_FP8.token_bytes % 16 == 0
-    found = [kernel for kernel in topk.kernels() if not kernel.defines.get("BF16")]
+    found = [*topk.kernels()]
     for paged, aligned in ((False, True), (True, blocks_aligned)):
         name = logits.choose(gpu.capability, aligned, logits.asked_kernel()).kernel
         for kernel in modules[name].kernels():
             is_for = [kernel.defines.get(define) for define in ("PAGED", "ALIGNED", "COMPACT")]
-            of_v41 = kernel.defines.get("MXFP4") or kernel.defines.get("CANDIDATES")
-            if is_for == [paged, aligned, False] and (config.model == "v41" or not of_v41):
+            if is_for == [paged, aligned, False]:
                 found.append(kernel)
-    return [kernel for kernel in found if kernel.suits(gpu.capability)]
+    return [kernel for kernel in found if kernel.suits(gpu.capability) and _in_steps(config, kernel)]
+
+
+def _in_steps(config: SparseMLAConfig | DenseMLAConfig, kernel: Kernel) -> bool:
+    """Whether steps of a config's layers may run a kernel that an operation has: of those that select keys, V4.1's
+    alone are for MXFP4 keys and candidates, and no step's for bfloat16 logits."""
+    if kernel.name not in SELECTING:
+        return True
+    of_v41 = kernel.defines.get("MXFP4") or kernel.defines.get("CANDIDATES")
+    return not kernel.defines.get("BF16") and (not of_v41 or getattr(config, "model", "") == "v41")
 
 
 def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
