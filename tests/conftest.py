@@ -93,7 +93,7 @@ def pytest_collection_finish() -> None:
 
 def _not_asked_for(config: pytest.Config, items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Tests with a mark of OPT_IN, but for a sample where the mark names its size: `@pytest.mark.long(sample=3)`, or
-    `long(part=3)`, one in three. Of those that -m asks for, all but the --share.
+    `long(part=6)`, one in six. Of those that -m asks for, all but the --share.
 
     Every process of a run draws the same sample, and so does the next run, whose kernels are then compiled: it is
     another one when the kernels change, or by --seed. Cases on a GPU are never left out.
@@ -168,7 +168,7 @@ def marks_of(cls: type[kinds.NumPy]) -> list[pytest.MarkDecorator]:
     """Of the tests of a kind. Tensors on the CPU run the code of NumPy's arrays, behind a bridge."""
     if cls.on_gpu:
         return [pytest.mark.gpu]
-    return [pytest.mark.long(part=3)] if cls is kinds.Torch else []
+    return [pytest.mark.long(part=6)] if cls is kinds.Torch else []
 
 
 @pytest.fixture(scope="session", params=[pytest.param(name, marks=marks_of(cls)) for name, cls in kinds.KINDS.items()])
