@@ -218,7 +218,7 @@ def test_rows_of_served(harness, module):
 def run_served(
     harness, module, monkeypatch, tmp_path, only: str = "^V4 .* h 8 |^short rows .* width [0-9]{1,4} |^prefill"
 ) -> dict[str, Any]:
-    """The record of these rows of served.py over small caches on the CPU, with ours in the place of FlashMLA and no other peers."""
+    """The record of these rows of served.py over small caches on the CPU, ours in place of FlashMLA, no other peers."""
     program, rows = module("served"), module("rows")
     loaded: list[str] = []
 
