@@ -66,7 +66,7 @@ def kernels_hash() -> str:
 
 
 def _key(kernel: Kernel, arch: str) -> str:
-    facts = (kernel.file, kernel.source, kernel.options, arch, inspect.getsource(Kernel.compile), _nvrtc())
+    facts = (kernel.file, kernel.source, arch, inspect.getsource(Kernel.compile), _nvrtc())
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import random
 import secrets
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import hypothesis
@@ -91,7 +93,7 @@ def pytest_collection_finish() -> None:
 
 def _not_asked_for(config: pytest.Config, items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Tests with a mark of OPT_IN, but for a sample where the mark names its size: `@pytest.mark.long(sample=3)`, or
-    `long(part=3)`, one in three. Of those that -m asks for, all but the --share.
+    `long(part=6)`, one in six. Of those that -m asks for, all but the --share.
 
     Every process of a run draws the same sample, and so does the next run, whose kernels are then compiled: it is
     another one when the kernels change, or by --seed. Cases on a GPU are never left out.
@@ -166,7 +168,7 @@ def marks_of(cls: type[kinds.NumPy]) -> list[pytest.MarkDecorator]:
     """Of the tests of a kind. Tensors on the CPU run the code of NumPy's arrays, behind a bridge."""
     if cls.on_gpu:
         return [pytest.mark.gpu]
-    return [pytest.mark.long(part=3)] if cls is kinds.Torch else []
+    return [pytest.mark.long(part=6)] if cls is kinds.Torch else []
 
 
 @pytest.fixture(scope="session", params=[pytest.param(name, marks=marks_of(cls)) for name, cls in kinds.KINDS.items()])
@@ -211,3 +213,37 @@ def force() -> Iterator[type[cupy_mla.forced]]:
     """`cupy_mla.forced`, whose last call holds until the test ends."""
     with cupy_mla.forced():
         yield cupy_mla.forced
+
+
+class Logged(logging.Handler):
+    """Log records of a test.
+
+    Attributes:
+        records: of loggers that hand theirs on to the root, as they came, with `message`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record.message = record.getMessage()
+        self.records.append(record)
+
+    @contextmanager
+    def at_level(self, level: int | str, logger: str | None = None) -> Iterator[None]:
+        """Records from this level on, of the root or of a logger."""
+        asked = logging.getLogger(logger)
+        before = asked.level
+        asked.setLevel(level)
+        yield
+        asked.setLevel(before)
+
+
+@pytest.fixture
+def caplog() -> Iterator[Logged]:
+    """As pytest's own, which looks at every logger of torch and transformers six times a test, of any test."""
+    handler = Logged()
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +67,12 @@ def imports(package: Path) -> Iterator[Import]:
     for name, path in known.items():
         here = name.split(".") if path.stem == "__init__" and name else name.split(".")[:-1]
         yield from _imports_of(ast.parse(path.read_text()), package.name, name, here, known, True, False)
+
+
+@cache
+def imports_of_package() -> list[Import]:
+    """Of `cupy_mla`."""
+    return [*imports(PACKAGE)]
 
 
 def _imports_of(
@@ -141,7 +148,7 @@ def test_every_module_has_a_floor():
 
 def test_no_import_runs_upward():
     """Neither one that runs nor one for types."""
-    found = list(imports(PACKAGE))
+    found = imports_of_package()
     assert len(found) > 200
     assert upward(found) == []
 
@@ -149,7 +156,7 @@ def test_no_import_runs_upward():
 def test_no_import_runs_in_a_circle():
     """At module level; a package's own module stands for what it imports."""
     edges: dict[str, set[str]] = {}
-    for i in imports(PACKAGE):
+    for i in imports_of_package():
         if i.runs and i.by != i.of:
             edges.setdefault(i.by, set()).add(i.of)
     assert circle(edges) == []
@@ -157,7 +164,7 @@ def test_no_import_runs_in_a_circle():
 
 def test_nothing_below_imports_an_integration():
     """Each is importable only with its library."""
-    found = {i.by for i in imports(PACKAGE) if floor(i.of) == "integrations" and i.runs}
+    found = {i.by for i in imports_of_package() if floor(i.of) == "integrations" and i.runs}
     assert {floor(by) for by in found} <= {"integrations"}
 
 

@@ -71,7 +71,7 @@ def errors_of_mypy(interpreter: Path, folder: Path, *options: str) -> list[tuple
     """The same of mypy. It takes torch for untyped: to read it takes 20 s."""
     libraries = "[mypy-torch.*,cupy.*]\nignore_missing_imports = true\nfollow_imports = skip\n"
     (folder / "mypy.ini").write_text(f"[mypy]\npython_executable = {interpreter}\n{libraries}")
-    kept = ROOT / ".mypy_cache" / "user"  # of the package's modules
+    kept = ROOT / ".mypy_cache" / "".join(options)  # of the package's modules, read anew under other options
     result = run("mypy", *options, "--cache-dir", kept, *sorted(p.name for p in folder.glob("*.py")), cwd=folder)
     assert result.returncode in (0, 1), result.stdout + result.stderr
     found = [line.split(":", 2) for line in result.stdout.splitlines() if ": error:" in line]

@@ -31,6 +31,7 @@ log: logging.Logger = logging.getLogger("cupy_mla")
 # Every GPU generation the portable kernels are compiled for in the tests; newer ones run through the same source.
 PORTABLE = ("80", "86", "89", "90", "100", "120")
 LEAST_ARCH = 80
+STANDARD = "-std=c++17"
 
 # What every .cu file exports: `extern "C" __device__ int`.
 THREADS, SHARED_BYTES = "kernel_threads", "kernel_shared_bytes"
@@ -58,26 +59,33 @@ def read_source(file: str, reader: str = "") -> str:
 
     `#include ROW_READER` is that of `reader`, the header of a cache layout's rows.
 
-    `#pragma once` means nothing inside one string, so every included file is wrapped in a guard instead; `#line`
-    keeps the compiler's messages on the files that people edit.
+    A file that stands there already is left out, but for one in a branch of `#if` that has ended: `#pragma once` means
+    nothing inside one string, so every included file is wrapped in a guard instead. `#line` keeps the compiler's
+    messages on the files that people edit.
     """
     root = kernels_root()
+    there: list[set[str]] = [set()]  # what was included, by the branches of `#if` around a line
 
     def expand(name: str, above: tuple[str, ...]) -> str:
         if name in above:
             raise ValueError(f"kernels_cu/{name} includes itself through {' -> '.join(above)}")
         lines = [f'#line 1 "{name}"']
         for number, line in enumerate((root / name).read_text().splitlines(), start=1):
+            if line.startswith(("#endif", "#el")):
+                there.pop()
+            if line.startswith(("#if", "#el")):
+                there.append(set())
             include = _INCLUDE.match(line)
-            if include:
-                included = include.group(1) or reader
+            included = (include.group(1) or reader) if include else ""
+            if included and not any(included in branch for branch in there):
                 guard = "INCLUDED_" + re.sub(r"\W", "_", included).upper()
                 body = expand(included, (*above, name))
                 lines += [f"#ifndef {guard}", f"#define {guard}", body, "#endif", f'#line {number + 1} "{name}"']
-            elif line.strip() != "#pragma once":
-                lines.append(line)
-            else:
+                there[-1].add(included)
+            elif included or line.strip() == "#pragma once":
                 lines.append("")
+            else:
+                lines.append(line)
         return "\n".join(lines)
 
     return expand(file, ()) + "\n"
@@ -105,7 +113,7 @@ class Kernel:
     Args:
         file: path under kernels_cu, e.g. "attention/portable.cu".
         params: the struct that it takes by value.
-        defines: constants, passed as -DNAME=value; ROW_READER is the header of a cache layout's rows.
+        defines: constants; ROW_READER is the header of a cache layout's rows.
         archs: compute capabilities it claims, e.g. "80"; the compile tests hold it to them.
         target: the architecture to compile for when it is not the GPU's plain one, e.g. "90a".
         spill_bytes: most bytes of registers a thread may spill to local memory; the compile tests hold it to that.
@@ -155,14 +163,15 @@ class Kernel:
 
     @property
     def source(self) -> str:
-        """What the compiler gets: the file with its includes, and the asserts of its structs (`structs.py`)."""
-        text = read_source(self.file, str(self.defines.get("ROW_READER", "")))
-        return "\n".join([text, '#line 1 "cupy_mla/cuda/structs.py"', *self.params.asserts(), ""])
+        """What the compiler gets: the constants, the file with its includes, and the asserts of its structs
+        (`structs.py`).
 
-    @property
-    def options(self) -> tuple[str, ...]:
-        """NVRTC options without the architecture."""
-        return ("-std=c++17", *(f"-D{k}={v}" for k, v in sorted(self.defines.items())))
+        Constants stand in the text and not among the options: for options that it has not seen in a process, CuPy
+        compiles an empty file, 25 to 45 ms, before it looks into its disk cache.
+        """
+        constants = [f"#define {name} {value}" for name, value in sorted(self.defines.items())]
+        text = read_source(self.file, str(self.defines.get("ROW_READER", "")))
+        return "\n".join([*constants, text, '#line 1 "cupy_mla/cuda/structs.py"', *self.params.asserts(), ""])
 
     def suits(self, capability: int) -> bool:
         """Whether it runs on a GPU of this compute capability (times 10)."""
@@ -182,7 +191,7 @@ class Kernel:
         from cupy.cuda import nvrtc
 
         program = nvrtc.createProgram(self.source, self.file, [], [])
-        options = (*self.options, f"-arch=sm_{arch}", "-ftz=true", "--ptxas-options=-v")
+        options = (STANDARD, f"-arch=sm_{arch}", "-ftz=true", "--ptxas-options=-v")
         try:
             nvrtc.compileProgram(program, options)
             return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
@@ -221,7 +230,7 @@ class Kernel:
             started = time.perf_counter()
             # NVRTC takes the more specific of two -arch options, and CuPy always adds the GPU's plain one.
             extra = () if self.target is None else (f"-arch=sm_{self.target}",)
-            module = cupy.RawModule(code=self.source, options=(*self.options, *extra))
+            module = cupy.RawModule(code=self.source, options=(STANDARD, *extra))
             try:
                 kernel = module.get_function(self.name)
             except (ImportError, RuntimeError) as error:

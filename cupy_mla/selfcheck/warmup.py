@@ -43,6 +43,7 @@ SM_SCALE = 1.0  # no kernel depends on it
 MOST_QUERIES = 2048  # no choice of a kernel depends on how many more there are
 EVERY_NUMBER = 300  # of queries up to this one may have a kernel of its own; from here on powers of two do
 MOST_THREADS = 16  # that compile
+SELECTING = (logits.PORTABLE, logits.SM90, "topk")
 DENSE = dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_fp8_sm90
 
 
@@ -118,7 +119,7 @@ def kernels_of(config: SparseMLAConfig | DenseMLAConfig, device: int) -> Iterato
         for call in _calls(cupy, config):
             with listing() as found:
                 call()
-            yield from found
+            yield from (kernel for kernel in found if _in_steps(config, kernel))
         yield from dense_kernels(gpu, config.layout)
         if isinstance(config, SparseMLAConfig):
             yield from indexer_kernels(gpu, config)
@@ -153,15 +154,23 @@ def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
         return []
     modules = {logits.PORTABLE: logits, logits.SM90: logits_sm90}
     blocks_aligned = config.keys_per_block * INDEXER_FP8.token_bytes % 16 == 0
-    found = [kernel for kernel in topk.kernels() if not kernel.defines.get("BF16")]
+    found = [*topk.kernels()]
     for paged, aligned in ((False, True), (True, blocks_aligned)):
         name = logits.choose(gpu.capability, aligned, logits.asked_kernel()).kernel
         for kernel in modules[name].kernels():
             is_for = [kernel.defines.get(define) for define in ("PAGED", "ALIGNED", "COMPACT")]
-            of_v41 = kernel.defines.get("MXFP4") or kernel.defines.get("CANDIDATES")
-            if is_for == [paged, aligned, False] and (config.model == "v41" or not of_v41):
+            if is_for == [paged, aligned, False]:
                 found.append(kernel)
-    return [kernel for kernel in found if kernel.suits(gpu.capability)]
+    return [kernel for kernel in found if kernel.suits(gpu.capability) and _in_steps(config, kernel)]
+
+
+def _in_steps(config: SparseMLAConfig | DenseMLAConfig, kernel: Kernel) -> bool:
+    """Whether steps of a config's layers may run a kernel that an operation has: of those that select keys, V4.1's
+    alone are for MXFP4 keys and candidates, and no step's for bfloat16 logits."""
+    if kernel.name not in SELECTING:
+        return True
+    of_v41 = kernel.defines.get("MXFP4") or kernel.defines.get("CANDIDATES")
+    return not kernel.defines.get("BF16") and (not of_v41 or getattr(config, "model", "") == "v41")
 
 
 def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
@@ -183,33 +192,38 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> Iterator[Callable[[
     compressed = compressed_list_width(config)
     windows = window_width(config.window, config.max_image_tokens)
     decode_tokens = config.max_num_seqs * (1 + config.num_speculative_tokens)
-    for b in query_tokens(config.max_num_batched_tokens if config.use_mixed_batch else decode_tokens):
-        q, indices = (
-            _zeros(cupy, b, 1, heads, d_qk),
-            _nothing(cupy, b, 1, windows if config.is_v4 else config.topk_width),
-        )
-        for length in _lengths(cupy, config, b):
+    decodes = query_tokens(config.max_num_batched_tokens if config.use_mixed_batch else decode_tokens)
+    prefills = query_tokens(config.max_num_batched_tokens)
+    # Of the most tokens: calls of fewer get views, which take less time to make.
+    most = max(*decodes, *prefills)
+    qs, all_lengths = _zeros(cupy, most, 1, heads, d_qk), cupy.zeros(most, np.int32)
+    lists = _nothing(cupy, most, 1, windows if config.is_v4 else config.topk_width)
+    extra: dict[str, Any] = {}
+    if config.has_compressed_rows:
+        extra = {
+            "extra_k_cache": empty_cache(of_compressed, 1, config.rows_per_block, place),
+            "extra_layout": cast(PagedLayout, of_compressed.name),
+        }
+        extra_lists = _nothing(cupy, most, 1, compressed)
+    for b in decodes:
+        for length in _lengths(config, all_lengths[:b]):
             more: dict[str, Any] = {"attn_sink": sink, "topk_length": length, "layout": layout.name}
-            yield partial(sparse_decode, q, cache, indices, SM_SCALE, **more)
-            if config.has_compressed_rows:
-                yield partial(
-                    sparse_decode, q, cache, indices, SM_SCALE, **more, extra_topk_length=length,
-                    extra_k_cache=empty_cache(of_compressed, 1, config.rows_per_block, place),
-                    extra_indices=_nothing(cupy, b, 1, compressed), extra_layout=cast(PagedLayout, of_compressed.name),
-                )  # fmt: skip
+            yield partial(sparse_decode, qs[:b], cache, lists[:b], SM_SCALE, **more)
+            if extra:
+                more |= {"extra_topk_length": length, "extra_indices": extra_lists[:b], **extra}
+                yield partial(sparse_decode, qs[:b], cache, lists[:b], SM_SCALE, **more)
     width = combined_width(compressed, config.window, config.max_image_tokens) if config.is_v4 else config.topk_width
-    for tokens in query_tokens(config.max_num_batched_tokens):
-        for length in _lengths(cupy, config, tokens):
+    qs, lists, rows = _zeros(cupy, most, heads, d_qk), _nothing(cupy, most, 1, width), _zeros(cupy, 1, 1, d_qk)
+    for tokens in prefills:
+        for length in _lengths(config, all_lengths[:tokens]):
             yield partial(
-                sparse_prefill, _zeros(cupy, tokens, heads, d_qk), _zeros(cupy, 1, 1, d_qk),
-                _nothing(cupy, tokens, 1, width), SM_SCALE, attn_sink=sink, topk_length=length,
+                sparse_prefill, qs[:tokens], rows, lists[:tokens], SM_SCALE, attn_sink=sink, topk_length=length
             )  # fmt: skip
 
 
-def _lengths(cupy: ModuleType, config: SparseMLAConfig, tokens: int) -> list[Any]:
-    """Lengths of the lists of so many query tokens: V4's layers always give them, callers of V3.2's may leave them out
-    (None), and either way may have kernels of its own."""
-    lengths = cupy.zeros(tokens, np.int32)
+def _lengths(config: SparseMLAConfig, lengths: Any) -> list[Any]:
+    """Lengths of lists as calls give them: V4's layers always do, callers of V3.2's may leave them out (None), and
+    either way may have kernels of its own."""
     return [lengths] if config.is_v4 else [None, lengths]
 
 
@@ -218,13 +232,14 @@ def _dense(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterat
     layout = config.layout
     width = ceil_div(config.max_model_len, config.block_size)
     cache = empty_cache(layout, 1, config.block_size, Place.of(cupy.zeros(0, np.float32)))
-    table = cupy.zeros(width, np.int32)
-    for b in query_tokens(config.max_num_seqs):
-        tables, lens = cupy.broadcast_to(table, (b, width)), cupy.zeros(b, np.int32)
-        for tokens in range(1, 2 + config.num_speculative_tokens):
-            q = _zeros(cupy, b, tokens, config.num_heads, layout.d_qk, dtype=layout.values)
+    requests, tokens = query_tokens(config.max_num_seqs), 1 + config.num_speculative_tokens
+    qs = _zeros(cupy, max(requests), tokens, config.num_heads, layout.d_qk, dtype=layout.values)
+    tables = cupy.broadcast_to(cupy.zeros(width, np.int32), (max(requests), width))
+    lens = cupy.zeros(max(requests), np.int32)
+    for b in requests:
+        for n in range(1, 1 + tokens):
             yield partial(
-                dense_decode, q, cache, tables, lens, SM_SCALE, layout=cast(DenseLayout, layout.name)
+                dense_decode, qs[:b, :n], cache, tables[:b], lens[:b], SM_SCALE, layout=cast(DenseLayout, layout.name)
             )  # fmt: skip
 
 

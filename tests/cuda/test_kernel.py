@@ -65,7 +65,7 @@ def test_one_variant_does_not_lower_the_shared_memory_of_another(monkeypatch):
         function = cupy.RawModule("", ()).get_function("")
         function.max_dynamic_shared_size_bytes = 49152
         made = alone_and_not()
-        assert made[True].options == made[False].options
+        assert made[True].source == made[False].source
         wanted = {alone: made[alone].load(0).shared_bytes for alone in order}
         assert wanted == {True: 116_736, False: 100_000}
         assert function.max_dynamic_shared_size_bytes == 116_736
@@ -123,6 +123,18 @@ def alone_and_not() -> dict[bool, Kernel]:
     return {alone: logits_sm90.kernel.__wrapped__(64, tile, True, False, alone, *rest) for alone in (True, False)}
 
 
+def test_cupy_sees_few_sets_of_options(monkeypatch):
+    """For each set it compiles an empty file: constants stand in the text, which tells kernels apart."""
+    cupy, seen = opting_in(monkeypatch), []
+    inner = cupy.RawModule
+    cupy.RawModule = lambda code, options: seen.append((code, options)) or inner(code, options)
+    for half in (False, True):
+        combine.kernel.__wrapped__(half).load(0)
+    (one, options), (other, others) = seen
+    assert options == others
+    assert one != other
+
+
 def test_nvrtc_is_missing(monkeypatch):
     missing = RuntimeError("CuPy failed to load libnvrtc.so.12: OSError: cannot open shared object file")
     with pytest.raises(RuntimeError, match=r"NVRTC.*was not found: in a checkout of cupy_mla, pip install"):
@@ -148,7 +160,38 @@ def test_sources_include_each_header_behind_a_guard():
     text = read_source("attention/combine.cu")
     assert "#include" not in text
     assert "#pragma once" not in text
-    assert text.count("#define INCLUDED_PTX_TYPES_CUH") > 1
+    assert text.count("#define INCLUDED_PTX_TYPES_CUH") == 1
+
+
+def test_a_header_is_there_whatever_the_constants_are(monkeypatch, tmp_path):
+    """Also where it was included before in a branch that is not compiled; else once."""
+    (tmp_path / "a.cu").write_text(
+        '#if A\n#include "b.cuh"\n#include "c.cuh"\n#elif B\n#include "c.cuh"\n#else\n#endif\n#include "b.cuh"\n'
+        '#if A\n#include "c.cuh"\n#endif\n'
+    )
+    (tmp_path / "b.cuh").write_text('#pragma once\n#include "c.cuh"\nint b;\n')
+    (tmp_path / "c.cuh").write_text("#pragma once\nint c;\n")
+    monkeypatch.setattr(kernel, "kernels_root", lambda: tmp_path)
+    text = read_source("a.cu")
+    read_source.cache_clear()
+    assert text.count("int b;") == 2
+    assert text.count("int c;") == 3
+    # A plain preprocessor finds each of them once, for any constants.
+    for constants in ((), ("A",), ("B",)):
+        lines, taken = [], []
+        defined = {*constants}
+        for line in text.splitlines():
+            word, _, name = line.partition(" ")
+            if word in ("#if", "#ifndef"):
+                taken.append([(name in defined) is (word == "#if")])
+            elif word in ("#elif", "#else"):
+                taken[-1].append(not any(taken[-1]) and (word == "#else" or name in defined))
+            elif word == "#endif":
+                taken.pop()
+            elif all(branches[-1] for branches in taken):
+                lines += [line] if line.startswith("int") else []
+                defined |= {name} if word == "#define" else set()
+        assert lines == ["int c;", "int b;"]
 
 
 def test_a_file_that_includes_itself_is_refused(monkeypatch, tmp_path):

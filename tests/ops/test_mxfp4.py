@@ -75,7 +75,7 @@ def test_pack(kind, rng, tokens: int, block_size: int) -> None:
     np.testing.assert_array_equal(got, want.base.reshape(-1))
 
 
-@pytest.mark.long(sample=1)
+@pytest.mark.long
 def test_every_bfloat16(kind) -> None:
     """Each of the 2^16 numbers beside zeros, so that it decides about its scale, and all beside their neighbours."""
     bits = np.arange(2**16, dtype=np.uint16)

@@ -23,6 +23,7 @@ def test_without_cupy():
     assert "relative: right" in result.stdout
 
 
+@pytest.mark.long
 def test_without_a_gpu():
     result = python(RUN.format(["check"]), CUDA_VISIBLE_DEVICES="")
     assert result.returncode == report.NO_GPU, result.stderr

@@ -144,7 +144,7 @@ def test_calls_are_right(stand_in, layout, d_qk, more):
 def test_progress_is_told(stand_in):
     """Kernel by kernel, up to all."""
     told = []
-    warmup(DenseMLAConfig(16), progress=lambda ready, known: told.append((ready, known)))
+    warmup(DenseMLAConfig(16, max_num_seqs=3), progress=lambda ready, known: told.append((ready, known)))
     ready, known = zip(*told, strict=True)
     assert [*ready] == [*range(1, len(told) + 1)]
     assert {*known} == {len(told)}
@@ -212,6 +212,18 @@ def test_no_step_needs_another_kernel(gpu, monkeypatch, rng, name, heads):
         layer.choose(tokens, int(rng.integers(layer.config.topk + 1, 100_000)))
     layer.prefill(int(rng.integers(most, 2049)))
     assert set(gpu.kernels.values()) == ready <= set(all_kernels())
+
+
+@pytest.mark.parametrize("name", ["v32", "C2A"])
+def test_no_layer_loads_another_models_selection(gpu, monkeypatch, name):
+    """MXFP4 keys and candidates are V4.1's; bfloat16 logits are nobody's."""
+    layer = Layer(gpu, SparseMLAConfig(64, max_num_seqs=1, max_num_batched_tokens=2, **CONFIGS[name]))
+    monkeypatch.setattr(warmup_module, "require_cupy", lambda why: layer.cupy)
+    warmup(layer.config)
+    selecting = [k.defines for k in gpu.kernels.values() if k.name in ("logits", "logits_sm90", "topk")]
+    found = {mark for mark in ("BF16", "MXFP4", "CANDIDATES") if any(made.get(mark) for made in selecting)}
+    assert found == ({"MXFP4", "CANDIDATES"} if name == "C2A" else set())
+    assert len(selecting) > 30
 
 
 @pytest.mark.long(sample=6)
