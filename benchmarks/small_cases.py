@@ -25,11 +25,11 @@ from cupy_mla import layouts
 from cupy_mla.calls import scratch
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, logits_sm90, topk
+from cupy_mla.cuda import kernel as kernel_module
 from cupy_mla.cuda.attention import dense
 from cupy_mla.cuda.attention.choose import DENSE_NAMES, VARIABLE
 from cupy_mla.cuda.attention.divide import Clusters, Division, Segments, Shares, Teams, Whole
 from cupy_mla.cuda.attention.kernels import few_heads_sm90, fp8_sm90, portable
-from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
 from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE
 from cupy_mla.ops.examples import SM_SCALES, Wanted
@@ -612,8 +612,7 @@ def main() -> None:
     parser.add_argument("--options", default="", help="more NVRTC options for all kernels")
     arguments = parser.parse_args()
     scratch.BLOCK_BYTES = 0  # each call allocates what it needs, so that memcheck sees where it ends
-    options, more = Kernel.options.fget, arguments.options.split()
-    Kernel.options = property(lambda kernel: (*options(kernel), *more))
+    kernel_module.OPTIONS = (*kernel_module.OPTIONS, *arguments.options.split())
     rng = np.random.default_rng()
     for name, act in cases():
         if is_named(name, arguments.names):

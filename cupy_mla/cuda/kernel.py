@@ -31,7 +31,7 @@ log: logging.Logger = logging.getLogger("cupy_mla")
 # Every GPU generation the portable kernels are compiled for in the tests; newer ones run through the same source.
 PORTABLE = ("80", "86", "89", "90", "100", "120")
 LEAST_ARCH = 80
-STANDARD = "-std=c++17"
+OPTIONS = ("-std=c++17",)  # of NVRTC, without the architecture
 
 # What every .cu file exports: `extern "C" __device__ int`.
 THREADS, SHARED_BYTES = "kernel_threads", "kernel_shared_bytes"
@@ -191,7 +191,7 @@ class Kernel:
         from cupy.cuda import nvrtc
 
         program = nvrtc.createProgram(self.source, self.file, [], [])
-        options = (STANDARD, f"-arch=sm_{arch}", "-ftz=true", "--ptxas-options=-v")
+        options = (*OPTIONS, f"-arch=sm_{arch}", "-ftz=true", "--ptxas-options=-v")
         try:
             nvrtc.compileProgram(program, options)
             return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
@@ -230,7 +230,7 @@ class Kernel:
             started = time.perf_counter()
             # NVRTC takes the more specific of two -arch options, and CuPy always adds the GPU's plain one.
             extra = () if self.target is None else (f"-arch=sm_{self.target}",)
-            module = cupy.RawModule(code=self.source, options=(STANDARD, *extra))
+            module = cupy.RawModule(code=self.source, options=(*OPTIONS, *extra))
             try:
                 kernel = module.get_function(self.name)
             except (ImportError, RuntimeError) as error:
