@@ -108,6 +108,16 @@ __device__ __forceinline__ uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
     asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
+// The smaller magnitude with the sign of a, for b not negative.
+__device__ __forceinline__ uint32_t min_abs_bf16x2(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 860
+    uint32_t y;
+    asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+#else
+    return min_bf16x2(abs_bf16x2(a), b) | (a & 0x80008000u);
+#endif
+}
 __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
     uint32_t y;
     asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));

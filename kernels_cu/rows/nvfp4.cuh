@@ -22,33 +22,37 @@ __device__ __forceinline__ uint32_t nvfp4_scale(uint32_t amax, bool up) {
     return scale + (up && scale < E4M3_LARGEST && e4m3_to_float(scale) < ratio);
 }
 
-// Two quotients as codes in the lowest bits of two halves, as e2m1x2 of mxfp4.cuh has them, in f16. A quotient of a bf16 and
-// an e4m3 is halfway between two codes, which f16 holds, or 2^-9 of itself away from there. So its last bits do not matter.
-__device__ __forceinline__ uint32_t e2m1x2_of_quotients(float x, float y) {
-    const uint32_t q = pack_f16x2(x, y), magnitude = q & 0x7fff7fff;
-    const uint32_t halves = add_f16x2(magnitude, 0x60006000);             // 512, and the code
-    const uint32_t ones = add_f16x2(magnitude, 0x64006400) - 0x03fe03fe;  // 1024, and two less than the code
-    const uint32_t twos = add_f16x2(magnitude, 0x68006800) - 0x07fc07fc;  // 2048, and four less
-    // Positive numbers have the order of their bits, as bf16 as well, of which these are finite ones.
-    const uint32_t least = min_bf16x2(min_bf16x2(halves, ones), min_bf16x2(twos, 0x60076007));
-    return (least & 0x00070007) | (q >> 12 & 0x00080008);
+// Times 2^-14 the numbers of e2m1 are f16 of which all but the lowest bit of the mantissa are 0: .5 is subnormal there too. A
+// code is the f16's bits from the tenth on, and a number is rounded to a code by integers.
+constexpr float E2M1_IN_F16 = 0x1p-14f;
+
+// Two of them, rounded to the nearest code, ties to even codes, which are the highest bits of each half.
+__device__ __forceinline__ uint32_t round_to_e2m1x2(uint32_t q) {
+    const uint32_t number = min_abs_bf16x2(q, 0x0e000e00);  // at most 6; f16 have the order of bf16
+    const uint32_t rounded = number + 0x00ff00ff + (number >> 9 & 0x00010001);
+    return (rounded << 3 & 0x70007000) | (number & 0x80008000);
+}
+
+// What bf16 of a tile are multiplied by before they are rounded. A quotient of a bf16 and an e4m3 is halfway between two
+// codes, which f16 holds, or 2^-8 of itself away from there. So last bits do not matter; but a product with the rounded inverse,
+// which is wanted unless DIVIDED, is above 1.25 (2.5, 5) where the scale is 1.875 times a power of two, and only there. A
+// factor of 1 + 2^-10 brings it there in f16. It moves .25 by a quarter of a bit, and of the other halves goes up what is up.
+__device__ __forceinline__ float inverse_of_nvfp4_scale(uint32_t scale) {
+    const float inverse = reciprocal_approx(e4m3_to_float(scale) * (1.0f / E2M1_IN_F16));
+    const float up = !DIVIDED && (scale & 7) == 7 && scale > 7 ? 1.0f + 0x1p-10f : 1.0f;
+    return !SCALES_FLOORED && scale == 0 ? 0.0f : inverse * up;
 }
 
 // Eight bf16 of a tile as codes under the tile's scale; zeros under NaN. DIVIDED: codes of quotients; else of products with
 // the scale's rounded inverse.
 __device__ __forceinline__ uint32_t quantize_nvfp4_8(const Vec16& x, uint32_t scale) {
-    const float number = e4m3_to_float(scale), inverse = scale == 0 ? 0.0f : divide_exactly(1.0f, number);
+    const float inverse = inverse_of_nvfp4_scale(scale);
     float v[CHUNK];
     widen_8(x, v);
     uint32_t codes = 0;
-    if constexpr (DIVIDED) {
-        uint32_t two[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) two[i] = e2m1x2_of_quotients(v[2 * i] * inverse, v[2 * i + 1] * inverse);
-        codes = join_codes(two);
-    } else {
-#pragma unroll
-        for (int i = 0; i < CHUNK; ++i) codes |= float_to_e2m1(v[i] * inverse) << 4 * i;
+    for (int i = 0; i < 4; ++i) {
+        codes = codes >> 4 | round_to_e2m1x2(pack_f16x2(v[i] * inverse, v[i + 4] * inverse));
     }
     return scale == E4M3_NAN ? 0 : codes;
 }

@@ -113,6 +113,9 @@ inline uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
         return larger > 0x7f80 ? larger : larger | ((x ^ y) & 0x8000);
     });
 }
+inline uint32_t min_abs_bf16x2(uint32_t a, uint32_t b) {
+    return min_bf16x2(a & 0x7fff7fff, b & 0x7fff7fff) | ((a ^ b) & 0x80008000);
+}
 inline uint32_t max_f16x2(uint32_t a, uint32_t b) { return emu::halves(a, b, emu::max_of_halves<0x7c00>); }
 inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
     return emu::halves(a, b, [](uint32_t x, uint32_t y) {
