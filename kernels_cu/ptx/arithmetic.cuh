@@ -134,11 +134,6 @@ __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t 
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
     return y;
 }
-__device__ __forceinline__ uint32_t add_f16x2(uint32_t a, uint32_t b) {
-    uint32_t sum;
-    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
-    return sum;
-}
 __device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
     uint32_t product;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));

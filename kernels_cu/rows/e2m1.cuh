@@ -20,17 +20,6 @@ __device__ __forceinline__ float e2m1_to_float(uint32_t code) {
     return code & 8 ? -magnitude : magnitude;
 }
 
-// A float32 as a code, rounded to the nearest, ties to even codes, saturating at 6. A number to which a power of two is
-// added is rounded to the unit in the last place of the sum: to halves, ones or twos. Of the three codes that follow the
-// least is right, in each of the ranges up to 2, 4 and 6. Minus stays, of zeros too.
-__device__ __forceinline__ uint32_t float_to_e2m1(float x) {
-    const float magnitude = fminf(fabsf(x), 6.0f);
-    const uint32_t halves = __float_as_uint(magnitude + 0x1p22f) & 15;
-    const uint32_t ones = (__float_as_uint(magnitude + 0x1p23f) & 15) + 2;
-    const uint32_t twos = (__float_as_uint(magnitude + 0x1p24f) & 15) + 4;
-    return min(halves, min(ones, twos)) | (__float_as_uint(x) >> 28 & 8);
-}
-
 // Eight codes, two in the lowest bits of each word's halves, as a word.
 __device__ __forceinline__ uint32_t join_codes(const uint32_t (&two)[4]) {
     uint32_t byte[4];

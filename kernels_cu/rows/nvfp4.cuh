@@ -1,5 +1,5 @@
-// NVFP4: e2m1 under an e4m3 scale each 16 values, to the bit as the formats' writers compute them. Constants of the layout:
-// cupy_mla/layouts.py.
+// NVFP4: e2m1 under an e4m3 scale each 16 values, to the bit as the formats' writers compute them. Constants of the
+// layout: cupy_mla/layouts.py.
 #pragma once
 #include "rows/e2m1.cuh"
 #include "rows/quantize.cuh"
@@ -22,8 +22,8 @@ __device__ __forceinline__ uint32_t nvfp4_scale(uint32_t amax, bool up) {
     return scale + (up && scale < E4M3_LARGEST && e4m3_to_float(scale) < ratio);
 }
 
-// Times 2^-14 the numbers of e2m1 are f16 of which all but the lowest bit of the mantissa are 0: .5 is subnormal there too. A
-// code is the f16's bits from the tenth on, and a number is rounded to a code by integers.
+// Numbers of e2m1, times 2^-14, are f16 of whose mantissa only the highest bit may be set: 0.5 is subnormal there, too.
+// So a code is the f16's bits from bit 9 on, and a number is rounded to a code by integers.
 constexpr float E2M1_IN_F16 = 0x1p-14f;
 
 // Two of them, rounded to the nearest code, ties to even codes, which are the highest bits of each half.
@@ -33,18 +33,19 @@ __device__ __forceinline__ uint32_t round_to_e2m1x2(uint32_t q) {
     return (rounded << 3 & 0x70007000) | (number & 0x80008000);
 }
 
-// What bf16 of a tile are multiplied by before they are rounded. A quotient of a bf16 and an e4m3 is halfway between two
-// codes, which f16 holds, or 2^-8 of itself away from there. So last bits do not matter; but a product with the rounded inverse,
-// which is wanted unless DIVIDED, is above 1.25 (2.5, 5) where the scale is 1.875 times a power of two, and only there. A
-// factor of 1 + 2^-10 brings it there in f16. It moves .25 by a quarter of a bit, and of the other halves goes up what is up.
+// What bf16 of a tile are multiplied by before they are rounded. A quotient of a bf16 and an e4m3 is halfway between
+// two codes, which f16 holds, or at least 2^-8 of itself away from there. So last bits do not matter, but for one case:
+// unless DIVIDED, what is wanted is the product with the scale's rounded inverse, and where the scale is 1.875 times a
+// power of two that product is above 1.25, 2.5 and 5 where the quotient is halfway. A factor of 1 + 2^-10 takes it
+// above in f16, and changes no other code.
 __device__ __forceinline__ float inverse_of_nvfp4_scale(uint32_t scale) {
     const float inverse = reciprocal_approx(e4m3_to_float(scale) * (1.0f / E2M1_IN_F16));
     const float up = !DIVIDED && (scale & 7) == 7 && scale > 7 ? 1.0f + 0x1p-10f : 1.0f;
     return !SCALES_FLOORED && scale == 0 ? 0.0f : inverse * up;
 }
 
-// Eight bf16 of a tile as codes under the tile's scale; zeros under NaN. DIVIDED: codes of quotients; else of products with
-// the scale's rounded inverse.
+// Eight bf16 of a tile as codes under the tile's scale; zeros under NaN. DIVIDED: codes of quotients; else of products
+// with the scale's rounded inverse.
 __device__ __forceinline__ uint32_t quantize_nvfp4_8(const Vec16& x, uint32_t scale) {
     const float inverse = inverse_of_nvfp4_scale(scale);
     float v[CHUNK];
@@ -57,8 +58,8 @@ __device__ __forceinline__ uint32_t quantize_nvfp4_8(const Vec16& x, uint32_t sc
     return scale == E4M3_NAN ? 0 : codes;
 }
 
-// Eight codes times their scale, to eight bf16, which is exact; zeros under a scale of 0. The upper bytes of the magnitudes as bf16, and
-// the lower ones, are looked up by __byte_perm.
+// Eight codes times their scale, to eight bf16, which is exact; zeros under a scale of 0. The upper bytes of the
+// magnitudes as bf16, and the lower ones, are looked up by __byte_perm.
 __device__ __forceinline__ Vec16 dequantize_nvfp4_8(uint32_t codes, float scale) {
     if (is_zero(scale)) codes = 0, scale = 0.0f;
     const uint32_t select = codes & 0x77777777,

@@ -130,11 +130,6 @@ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     };
     return one(0) | one(16) << 16;
 }
-inline uint32_t add_f16x2(uint32_t a, uint32_t b) {
-    return emu::halves(a, b, [](uint32_t x, uint32_t y) {
-        return emu::F16::round(double(emu::f16_value(x)) + double(emu::f16_value(y)));
-    });
-}
 inline uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
     return emu::halves(a, b, [](uint32_t x, uint32_t y) {
         return emu::F16::round(double(emu::f16_value(x)) * double(emu::f16_value(y)));
