@@ -56,9 +56,9 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "whole 8 uneven": {"launch": 4.885, "mean": 0.1371, "mean tiles": 0.9206, "tiles": 0.9644},
     },
     "bf16_grouped_sm90": {
-        "groups of 2": {"items": 6.301, "launch": 58.59, "pairs": 3.568},
-        "groups of 4": {"items": 0.02803, "launch": 80.8, "pairs": 5.506},
-        "groups of 8": {"items": 1.842, "launch": 49.35, "pairs": 9.028},
+        "groups of 2": {"items": 6.295, "launch": 54.62, "pairs": 3.855},
+        "groups of 4": {"items": 0.02569, "launch": 87.12, "pairs": 5.191},
+        "groups of 8": {"items": 0.02969, "launch": 59.52, "pairs": 7.279},
     },
     "bf16_shares_sm90": {
         "shares": {"cuts": 4.316, "items": 6.221, "pairs": 6.396, "shared pairs": 4.075},
@@ -101,10 +101,10 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "v32_fp8 whole 8": {"launch": 3.176, "mean": 6.589, "mean tiles": 0.6059, "rounds": 2.897, "tiles": 0.01181},
     },
     "fp8_short_sm90": {
-        "v4_fp8 whole 32": {"items": 4.062, "launch": 0.004037, "load": 0.00924, "mean pairs": 0.006104, "pairs": 4.136, "pairs at load": 0.6595, "pairs of later rounds": 3.822, "shared pairs at load": 1.082},
-        "v4_fp8 whole 32 uneven": {"items": 4.218, "launch": 0.01062, "pairs": 4.752, "pairs at load": 1.423, "pairs of later rounds": 3.369, "shared pairs at load": 1.527},
-        "v4_fp8 whole 64": {"items": 5.106, "load": 0.1307, "mean pairs": 0.3707, "pairs": 5.709, "pairs at load": 1.088, "pairs of later rounds": 8.691},
-        "v4_fp8 whole 64 uneven": {"items": 0.2811, "launch": 6.948, "load": 5.171, "pairs": 4.594, "pairs of later rounds": 6.306, "shared pairs at load": 0.0606},
+        "v4_fp8 whole 32": {"items": 4.061, "launch": 0.004107, "load": 0.00939, "mean pairs": 0.006195, "pairs": 4.136, "pairs at load": 0.6593, "pairs of later rounds": 3.822, "shared pairs at load": 1.082},
+        "v4_fp8 whole 32 uneven": {"items": 4.218, "launch": 0.01078, "pairs": 4.752, "pairs at load": 1.423, "pairs of later rounds": 3.369, "shared pairs at load": 1.527},
+        "v4_fp8 whole 64": {"items": 5.105, "load": 0.1324, "mean pairs": 0.3692, "pairs": 5.71, "pairs at load": 1.088, "pairs of later rounds": 8.692},
+        "v4_fp8 whole 64 uneven": {"items": 0.2837, "launch": 6.946, "load": 5.17, "pairs": 4.594, "pairs of later rounds": 6.304, "shared pairs at load": 0.06114},
     },
     "fp8_sm90": {
         "v32_fp8 clusters 32": {"launch": 6.468, "load": 2.528, "pairs": 3.283, "pairs at load": 0.3258, "shared pairs at load": 0.003718, "splits longer than the ring": 0.03791},
