@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import random
 import secrets
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import hypothesis
@@ -213,37 +211,3 @@ def force() -> Iterator[type[cupy_mla.forced]]:
     """`cupy_mla.forced`, whose last call holds until the test ends."""
     with cupy_mla.forced():
         yield cupy_mla.forced
-
-
-class Logged(logging.Handler):
-    """Log records of a test.
-
-    Attributes:
-        records: of loggers that hand theirs on to the root, as they came, with `message`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        record.message = record.getMessage()
-        self.records.append(record)
-
-    @contextmanager
-    def at_level(self, level: int | str, logger: str | None = None) -> Iterator[None]:
-        """Records from this level on, of the root or of a logger."""
-        asked = logging.getLogger(logger)
-        before = asked.level
-        asked.setLevel(level)
-        yield
-        asked.setLevel(before)
-
-
-@pytest.fixture
-def caplog() -> Iterator[Logged]:
-    """As pytest's own, which looks at every logger of torch and transformers six times a test, of any test."""
-    handler = Logged()
-    logging.getLogger().addHandler(handler)
-    yield handler
-    logging.getLogger().removeHandler(handler)
