@@ -67,13 +67,18 @@ def weights_of(kind: NumPy, rng: np.random.Generator, given: dict[str, Any]) -> 
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize("function", [cupy_mla.sparse_prefill, cupy_mla.flash_mla_sparse_fwd])
 def test_gradients(kind, rng, function, d_qk):
-    """They are those of torch's own operations, to bfloat16's precision."""
+    """They are those of torch's own operations, to bfloat16's precision. Gradients of sinks are sums of out, which is
+    rounded, times its gradient, and may be much smaller than what is summed."""
     given = arguments(kind, rng, d_qk=d_qk)
     weights = weights_of(kind, rng, given)
-    for got, want in zip(gradients(function, given, weights), gradients(plain, given, weights), strict=True):
+    found, wanted = gradients(function, given, weights), gradients(plain, given, weights)
+    out, lse = plain(**given)
+    summands = out * weights[0] * torch.sigmoid(given["attn_sink"].double() - lse)[..., None]
+    rounding = 2**-8 * torch.linalg.vector_norm(summands)
+    for got, want, more in zip(found, wanted, (0.0, 0.0, rounding), strict=True):
         assert got.dtype == want.dtype
         error = torch.linalg.vector_norm(got.double() - want.double())
-        assert error < 0.01 * torch.linalg.vector_norm(want.double())
+        assert error < 0.01 * torch.linalg.vector_norm(want.double()) + more
 
 
 def test_gradient_of_lse_in_base_2(kind, rng):
