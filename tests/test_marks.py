@@ -41,11 +41,11 @@ def test_a_plain_run_takes_half_of_the_emulated_files() -> None:
 
 
 @pytest.mark.long
-def test_a_plain_run_takes_a_third_of_the_cases_of_tensors() -> None:
+def test_a_plain_run_takes_a_sixth_of_the_cases_of_tensors() -> None:
     plain, long = (collected("tests/ops/test_swa.py", *of) for of in ((), ("-m", "long")))
     taken, whole = ({name for name in names if "[torch-" in name} for names in (plain, long))
     assert taken < whole
-    assert 1 / 3 <= len(taken) / len(whole) <= 0.5
+    assert 1 / 6 <= len(taken) / len(whole) <= 0.25
     assert {name.partition("[")[0] for name in taken} == {name.partition("[")[0] for name in whole}
 
 

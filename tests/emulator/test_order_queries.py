@@ -11,7 +11,7 @@ pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize("name", ["bf16_sm90", "bf16_few_heads_sm90"])
-def test_lengths(kind, rng, monkeypatch, name):
+def test_lengths(kind, rng, force, name):
     """More queries than the GPU has SMs, some of them without a row."""
-    monkeypatch.setenv("CUPY_MLA_KERNELS", name)
+    force(name, "whole")
     check_unequal_prefill(kind, rng, 17, 5, 576, slice(3, 6))
