@@ -29,7 +29,7 @@ BACKWARD = Struct(
     rows=POINTER, counts=POINTER, dq=POINTER, contributions=POINTER, sink_terms=POINTER, q_token=INT64, q_head=INT64,
     kv_row=INT64, out_token=INT64, out_head=INT64, dout_token=INT64, dout_head=INT64, lse_token=INT64, lse_head=INT64,
     d_lse_token=INT64, d_lse_head=INT64, dq_token=INT64, dq_head=INT64, sink_stride=INT64, h_q=INT32, topk=INT32,
-    blocks=INT32, scale=FLOAT, scale_log2=FLOAT, wide=INT32, aligned=INT32, aligned_dq=INT32,
+    blocks=INT32, scale=FLOAT, scale_log2=FLOAT, wide=INT32, aligned=INT32, aligned_dq=INT32, lines_dq=INT32,
 )  # fmt: skip
 SINKS = Struct(
     "BackwardSinksParams", terms=POINTER, out=POINTER, out_stride=INT64, queries=INT32, heads=INT32
@@ -38,8 +38,6 @@ SINKS = Struct(
 RANGE_ROWS = 8  # whose gradients a CTA adds up
 WIDTHS = (576, 512)
 HEADS_SM90, LEAST_HEADS_SM90 = 64, 17  # of a CTA of `backward_sm90`; of a call that it is for
-
-LINES = 2  # what the kernels call rows of dq that are bfloat16 and allow stores of 16 bytes
 
 
 class Shape(NamedTuple):
@@ -144,7 +142,6 @@ def _params(a: PrefillBackward, sums: RowSums, first: int, blocks: int, sink_ter
     """Of the kernel that makes dq of a chunk's queries, and what they contribute to rows."""
     h_q = a.q.shape[1]
     d_lse = (0, 0) if a.d_lse is None else a.d_lse.strides
-    lines = a.dq.dtype == BFLOAT16 and a.dq.aligned(16)
     return BACKWARD(
         q=from_token(a.q, first), kv=a.kv.ptr, out=from_token(a.out, first), dout=from_token(a.dout, first),
         lse=from_token(a.lse, first), d_lse=from_token(a.d_lse, first), sink=pointer(a.sink), rows=sums.rows.ptr,
@@ -155,5 +152,6 @@ def _params(a: PrefillBackward, sums: RowSums, first: int, blocks: int, sink_ter
         dq_token=a.dq.strides[0], dq_head=a.dq.strides[1], sink_stride=0 if a.sink is None else a.sink.strides[0],
         h_q=h_q, topk=a.indices.shape[1], blocks=blocks, scale=a.sm_scale, scale_log2=a.sm_scale * math.log2(math.e),
         wide=int(a.dq.dtype == FLOAT32), aligned=int(_aligned(a)),
-        aligned_dq=LINES if lines else int(a.dq.aligned(2 * a.dq.dtype.itemsize)),
+        aligned_dq=int(a.dq.aligned(2 * a.dq.dtype.itemsize)),
+        lines_dq=int(a.dq.dtype == BFLOAT16 and a.dq.aligned(16)),
     )  # fmt: skip

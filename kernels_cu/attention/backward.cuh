@@ -30,10 +30,9 @@ struct BackwardParams {
     float scale, scale_log2;  // sm_scale, and times log2(e)
     int32_t wide;             // dq is float32
     int32_t aligned;          // rows of q, kv, out and dout start at multiples of 16 bytes
-    int32_t aligned_dq;       // rows of dq allow stores of two values; LINES_OF_DQ: of 16 bytes, and are bfloat16
+    int32_t aligned_dq;       // rows of dq allow stores of two values
+    int32_t lines_dq;         // they are bfloat16, and allow stores of 16 bytes
 };
-
-constexpr int LINES_OF_DQ = 2;  // cupy_mla/cuda/backward.py: LINES
 
 // A CTA's query, its block of HEADS heads, and the query's valid entries.
 struct Item {

@@ -293,7 +293,7 @@ __device__ __forceinline__ void run_consumer(const BackwardParams& p, const Item
         contribute<W>(p, item, r, tile);
         if (tile + 1 < tiles) named_barrier_arrive(W == 0 ? FREE_1 : FREE_0, CONSUMER_THREADS);
     }
-    if (p.aligned_dq == LINES_OF_DQ) {
+    if (p.lines_dq) {
 #pragma unroll
         for (int block = 0; block < 4; ++block) write_dq_lines(p, item, r, 4 * W + block, dq + 32 * block);
         if constexpr (HAS_ROPE) write_dq_lines(p, item, r, V_BLOCKS, dq_rope);
