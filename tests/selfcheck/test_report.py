@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
-from cupy_mla import __main__
+from cupy_mla import __main__, bridges
 from cupy_mla.cuda import all_kernels
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.ops.table import OPERATIONS
 from cupy_mla.selfcheck import report
 
+from ..kinds import BF16
 from .stand_in import RUN, StandIn, python
 
 
@@ -45,7 +47,8 @@ def check_with(monkeypatch, cupy: StandIn, failure: Exception | None = None, arg
         if failure and kernel.target:
             raise failure
 
-    monkeypatch.setattr(report, "require_cupy", lambda why: cupy)
+    for module in (report, bridges):
+        monkeypatch.setattr(module, "require_cupy", lambda why: cupy)
     monkeypatch.setattr(report, "nvrtc_version", lambda: "13.0")
     monkeypatch.setattr(report, "gpu", lambda device: Gpu(device, 4, 90, 227))
     monkeypatch.setattr(Kernel, "load", load)
@@ -79,8 +82,9 @@ def test_a_kernel_does_not_compile(monkeypatch, capsys):
 
 
 def test_a_result_is_wrong(monkeypatch, capsys):
-    def asarray(array):  # queries of the wrong size
-        return array * 2 if array.ndim == 4 and array.shape[-1] == 512 else array
+    def asarray(array):  # queries of the wrong size; bfloat16 comes as int16
+        wrong = array.dtype == np.int16 and array.ndim == 4 and array.shape[-1] == 512
+        return (array.view(BF16) * 2).view(array.dtype) if wrong else array
 
     assert check_with(monkeypatch, StandIn(asarray=asarray)) == report.WRONG
     printed = capsys.readouterr().out
