@@ -1,6 +1,7 @@
 """vLLM's engine on small random models: its own attention and indexer against the plug-in's.
 
     python benchmarks/vllm_engine.py PACK [--tensor-parallel 2] [--limit SECONDS] [--kernels-only | --kernels-there]
+    python benchmarks/vllm_engine.py --merge FOLDER...
 
 PACK is the folder that `get_vllm_new.sh` made: a vLLM and what it needs. First the kernels that the plug-in makes ready
 are compiled, by all cores, into CuPy's disk cache; `--kernels-only` ends then, and a later run finds them where
@@ -36,6 +37,8 @@ of them are measured, the others are stopped:
 
 Engines of one layer can be compared token by token. With more layers rounding changes what later indexers choose.
 
+`--merge` makes one record of runs beside each other, on a GPU each, say, with OUT of their own: FOLDERs.
+
 The models are DeepSeek-V3.2 and, where the name of a setting says so, DeepSeek-V3 (no indexer) and DeepSeek-V4 with one
 layer of each kind. V4, and GPUs that share rows, need TileLang and CuTe DSL, in whose place both engines have
 `vllm_stand_ins.py`. These have no engine in float32 beside them.
@@ -46,6 +49,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -959,8 +963,6 @@ def write_model(tiny: Any, folder: Path, setting: Setting) -> None:
     Args:
         tiny: the pack's module that writes DeepSeek-V3.2.
     """
-    import json
-
     if setting.family == "V4":
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(v4_config(setting)))
@@ -1045,7 +1047,8 @@ def measure_all(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pack", type=Path, help="the folder that get_vllm_new.sh made")
+    parser.add_argument("pack", type=Path, nargs="?", help="the folder that get_vllm_new.sh made")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: one record of those in these folders")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that an engine is divided over")
     parser.add_argument("--limit", type=float, default=130, help="seconds after which nothing more is begun")
     parser.add_argument("--only", nargs="+", default=[""], help="settings whose name contains one of these")
@@ -1053,11 +1056,16 @@ def main() -> None:
     parser.add_argument("--kernels-only", action="store_true", help="compile our kernels, and measure nothing")
     parser.add_argument("--kernels-there", action="store_true", help="compile none: an earlier run did")
     options = parser.parse_args()
+    out = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))
+    if options.merge:
+        merge(out, options.merge)
+        return
+    if options.pack is None:
+        parser.error("a pack, or --merge")
     deadline = time.monotonic() + options.limit
     Engine.until = deadline + GRACE
     folder = Path(tempfile.mkdtemp(prefix="vllm_engine"))
     os.environ.setdefault("ENGINE_CACHES", str(folder / "caches"))
-    out = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))
     restore_caches(options.pack)
     prepare(options.pack, folder)
     print(f"unpacked after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
@@ -1112,18 +1120,47 @@ def write(out: Path, of_vllm: str, tensor_parallel: int, rows: list[Row]) -> Non
 
     `notes` of the record, by commit, stay with their rows.
     """
-    import json
 
-    from harness import RESULTS, environment
+    from harness import environment
 
-    head, record = environment(), RESULTS / "vllm.json"
-    before = json.loads(record.read_text()) if record.exists() else {"rows": []}
+    head = environment()
     common = {"version": of_vllm, "tensor_parallel": tensor_parallel}
     rows = [{**common, **row, "commit": head["commit"]} for row in rows]
-    rows = [row for row in before["rows"] if row["tensor_parallel"] != tensor_parallel] + rows
+    write_record(out, head, {tensor_parallel}, rows)
+
+
+def write_record(out: Path, head: dict[str, str], measured: set[int], rows: list[Row]) -> None:
+    """Rows in the place of those of the record with so many GPUs."""
+    from harness import RESULTS
+
+    record = RESULTS / "vllm.json"
+    before = json.loads(record.read_text()) if record.exists() else {"rows": []}
+    rows = [row for row in before["rows"] if row["tensor_parallel"] not in measured] + rows
     commits = {row["commit"] for row in rows}
     notes = {commit: note for commit, note in before.get("notes", {}).items() if commit in commits}
     (out / "vllm.json").write_text(json.dumps({**head, "notes": notes, "rows": rows}, indent=1) + "\n")
+
+
+def merge(out: Path, folders: Sequence[Path]) -> None:
+    """`vllm.json` of runs at one commit, whose own are in these folders; of a setting measured twice the last counts.
+
+    What is measured with as many GPUs as some run had stays in the record only if some run measured it.
+    """
+    parts = [json.loads((folder / "vllm.json").read_text()) for folder in folders]
+    commits = {part["commit"] for part in parts}
+    if len(commits) > 1:
+        raise SystemExit(f"--merge: runs of several commits, {', '.join(sorted(commits))}")
+    names = [str(setting) for setting in SETTINGS]
+    found: dict[tuple[int, int], list[Row]] = {}  # by GPUs and the setting's place
+    for part in parts:
+        mine: dict[tuple[int, int], list[Row]] = {}
+        for row in part["rows"]:
+            if row["commit"] in commits:  # else it is the record's of before
+                at = names.index(row["setting"].partition(", ")[0])
+                mine.setdefault((row["tensor_parallel"], at), []).append(row)
+        found |= mine
+    head = {name: value for name, value in parts[-1].items() if name not in ("notes", "rows")}
+    write_record(out, head, {gpus for gpus, _ in found}, [row for key in sorted(found) for row in found[key]])
 
 
 if __name__ == "__main__":

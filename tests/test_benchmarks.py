@@ -1148,6 +1148,45 @@ def test_rows_of_engines_take_the_place_of_those_of_as_many_gpus(module, monkeyp
     }  # fmt: skip
 
 
+def test_runs_beside_each_other_make_one_record(module, monkeypatch, tmp_path, harness, capsys):
+    """In the order of the settings. Of one measured twice the last counts, with all its rows."""
+    program = module("vllm_engine")
+    names = [str(setting) for setting in program.SETTINGS]
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    before = [{"tensor_parallel": gpus, "commit": "old", "setting": names[0]} for gpus in (2, 4)]
+    (tmp_path / "vllm.json").write_text(json.dumps({"notes": {"old": "O"}, "rows": before}))
+
+    def measured(folder, gpus, *settings, commit="new"):
+        monkeypatch.setattr(harness, "environment", lambda: {"gpu": folder, "commit": commit})
+        (tmp_path / folder).mkdir()
+        program.write(tmp_path / folder, "0.33", gpus, [{"setting": name} for name in settings])
+        return str(tmp_path / folder)
+
+    folders = [
+        measured("a", 1, names[3], f"{names[1]}, 1 request"),
+        measured("b", 2, names[0]),
+        measured("c", 1, names[2], f"{names[1]}, 1 request", f"{names[1]}, 16 requests"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["vllm_engine.py", "--merge", *folders])
+    program.main()
+    merged = json.loads((tmp_path / "vllm.json").read_text())
+    assert {name: merged[name] for name in ("gpu", "commit", "notes")} == {
+        "gpu": "c", "commit": "new", "notes": {"old": "O"},
+    }  # fmt: skip
+    assert merged["rows"][0] == before[1]
+    assert [(row["tensor_parallel"], row["setting"]) for row in merged["rows"][1:]] == [
+        (1, f"{names[1]}, 1 request"), (1, f"{names[1]}, 16 requests"), (1, names[2]), (1, names[3]), (2, names[0]),
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["vllm_engine.py", "--merge", *folders, measured("d", 1, commit="other")])
+    with pytest.raises(SystemExit, match="several commits"):
+        program.main()
+    monkeypatch.setattr(sys, "argv", ["vllm_engine.py"])
+    with pytest.raises(SystemExit):
+        program.main()
+    assert "a pack, or --merge" in capsys.readouterr().err
+
+
 def test_readme_has_row_formats_once_there_is_a_record(module, monkeypatch, tmp_path):
     report = module("report")
     monkeypatch.setattr(report, "RESULTS", tmp_path)
