@@ -925,7 +925,10 @@ def prepare(pack: Path, folder: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     sys.path.extend(paths[1:])  # vLLM's packages after the machine's own
     os.environ["OMP_NUM_THREADS"] = "2"  # many engines start at the same time
-    os.environ |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    # Collectives of several GPUs go through NCCL, without NVLink multicast and symmetric memory.
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+    os.environ |= {f"VLLM_USE_DIRECT_DCP_{part}": "0" for part in ("A2A", "KV_GATHER", "Q_GATHER")}
 
 
 def restore_caches(pack: Path) -> None:

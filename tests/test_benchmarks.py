@@ -1148,6 +1148,23 @@ def test_rows_of_engines_take_the_place_of_those_of_as_many_gpus(module, monkeyp
     }  # fmt: skip
 
 
+def test_engines_of_several_gpus_use_nccl_alone(module, monkeypatch, tmp_path):
+    """vLLM's default between GPUs of a host is symmetric memory, which a machine lent by others may not have."""
+    pack = tmp_path / "pack"
+    pack.mkdir()
+    (pack / "setup_vllm.sh").write_text("echo 'export PYTHONPATH=/site${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1'\n")
+    monkeypatch.setattr(os, "environ", {"NCCL_NVLS_ENABLE": "1"})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module("vllm_engine").prepare(pack, tmp_path)
+    found = {name: value for name, value in os.environ.items() if name.startswith(("VLLM_USE_DIRECT", "VLLM_ALLRED"))}
+    assert len(found) == 4
+    assert set(found.values()) == {"0"} == {os.environ["NCCL_NVLS_ENABLE"]}
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    root, benchmarks, plugin, site = os.environ["PYTHONPATH"].split(os.pathsep)
+    assert (benchmarks, site) == (f"{root}/benchmarks", "/site")
+    assert "cupy_mla = " in (Path(plugin) / "cupy_mla-0.dist-info" / "entry_points.txt").read_text()
+
+
 def test_runs_beside_each_other_make_one_record(module, monkeypatch, tmp_path, harness, capsys):
     """In the order of the settings. Of one measured twice the last counts, with all its rows."""
     program = module("vllm_engine")
