@@ -1123,47 +1123,48 @@ def write(out: Path, of_vllm: str, tensor_parallel: int, rows: list[Row]) -> Non
 
     `notes` of the record, by commit, stay with their rows.
     """
-
     from harness import environment
 
     head = environment()
     common = {"version": of_vllm, "tensor_parallel": tensor_parallel}
     rows = [{**common, **row, "commit": head["commit"]} for row in rows]
-    write_record(out, head, {tensor_parallel}, rows)
+    write_record(out, head, rows, lambda row: bool(row["tensor_parallel"] == tensor_parallel))
 
 
-def write_record(out: Path, head: dict[str, str], measured: set[int], rows: list[Row]) -> None:
-    """Rows in the place of those of the record with so many GPUs."""
+def write_record(out: Path, head: Row, rows: list[Row], replaced: Callable[[Row], bool]) -> None:
+    """The record's rows but for those that are replaced, then these."""
     from harness import RESULTS
 
     record = RESULTS / "vllm.json"
     before = json.loads(record.read_text()) if record.exists() else {"rows": []}
-    rows = [row for row in before["rows"] if row["tensor_parallel"] not in measured] + rows
+    rows = [row for row in before["rows"] if not replaced(row)] + rows
     commits = {row["commit"] for row in rows}
     notes = {commit: note for commit, note in before.get("notes", {}).items() if commit in commits}
     (out / "vllm.json").write_text(json.dumps({**head, "notes": notes, "rows": rows}, indent=1) + "\n")
 
 
+def setting_of(row: Row) -> tuple[int, str]:
+    """GPUs and setting that a row is of; rows of several numbers of requests are of one."""
+    return row["tensor_parallel"], row["setting"].partition(", ")[0]
+
+
 def merge(out: Path, folders: Sequence[Path]) -> None:
     """`vllm.json` of runs at one commit, whose own are in these folders; of a setting measured twice the last counts.
 
-    What is measured with as many GPUs as some run had stays in the record only if some run measured it.
+    Settings that no run measured keep the record's rows.
     """
     parts = [json.loads((folder / "vllm.json").read_text()) for folder in folders]
     commits = {part["commit"] for part in parts}
     if len(commits) > 1:
         raise SystemExit(f"--merge: runs of several commits, {', '.join(sorted(commits))}")
-    names = [str(setting) for setting in SETTINGS]
-    found: dict[tuple[int, int], list[Row]] = {}  # by GPUs and the setting's place
+    found: dict[tuple[int, str], list[Row]] = {}
     for part in parts:
-        mine: dict[tuple[int, int], list[Row]] = {}
-        for row in part["rows"]:
-            if row["commit"] in commits:  # else it is the record's of before
-                at = names.index(row["setting"].partition(", ")[0])
-                mine.setdefault((row["tensor_parallel"], at), []).append(row)
-        found |= mine
+        measured = [row for row in part["rows"] if row["commit"] in commits]  # others are the record's of before
+        found |= {setting: list(rows) for setting, rows in itertools.groupby(measured, setting_of)}
+    names = [str(setting) for setting in SETTINGS]
+    order = sorted(found, key=lambda setting: (setting[0], names.index(setting[1])))
     head = {name: value for name, value in parts[-1].items() if name not in ("notes", "rows")}
-    write_record(out, head, {gpus for gpus, _ in found}, [row for key in sorted(found) for row in found[key]])
+    write_record(out, head, [row for setting in order for row in found[setting]], lambda row: setting_of(row) in found)
 
 
 if __name__ == "__main__":

@@ -1166,12 +1166,15 @@ def test_engines_of_several_gpus_use_nccl_alone(module, monkeypatch, tmp_path):
 
 
 def test_runs_beside_each_other_make_one_record(module, monkeypatch, tmp_path, harness, capsys):
-    """In the order of the settings. Of one measured twice the last counts, with all its rows."""
+    """In the order of the settings. Of one measured twice the last counts, with all its rows; others' rows stay."""
     program = module("vllm_engine")
     names = [str(setting) for setting in program.SETTINGS]
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setenv("OUT", str(tmp_path))
-    before = [{"tensor_parallel": gpus, "commit": "old", "setting": names[0]} for gpus in (2, 4)]
+    before = [
+        {"tensor_parallel": gpus, "commit": "old", "setting": name}
+        for gpus, name in ((2, f"{names[0]}, 1 request"), (2, names[1]), (4, names[0]))
+    ]
     (tmp_path / "vllm.json").write_text(json.dumps({"notes": {"old": "O"}, "rows": before}))
 
     def measured(folder, gpus, *settings, commit="new"):
@@ -1191,8 +1194,8 @@ def test_runs_beside_each_other_make_one_record(module, monkeypatch, tmp_path, h
     assert {name: merged[name] for name in ("gpu", "commit", "notes")} == {
         "gpu": "c", "commit": "new", "notes": {"old": "O"},
     }  # fmt: skip
-    assert merged["rows"][0] == before[1]
-    assert [(row["tensor_parallel"], row["setting"]) for row in merged["rows"][1:]] == [
+    assert merged["rows"][:2] == before[1:]
+    assert [(row["tensor_parallel"], row["setting"]) for row in merged["rows"][2:]] == [
         (1, f"{names[1]}, 1 request"), (1, f"{names[1]}, 16 requests"), (1, names[2]), (1, names[3]), (2, names[0]),
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["vllm_engine.py", "--merge", *folders, measured("d", 1, commit="other")])

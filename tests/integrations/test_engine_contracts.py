@@ -76,6 +76,7 @@ def test_steps_by_the_classes_of_the_wheel(rng_seed, version: str) -> None:
     assert result.stdout.count("registered by") == 2
     assert "bytes of the fused kernels below 8.9" in result.stdout
     assert "what stands in for TileLang and CuTe DSL" in result.stdout
+    assert result.stdout.count("DeepSeek-V4's layers") == 3
 
 
 @pytest.mark.contracts

@@ -24,7 +24,7 @@ import torch
 
 from cupy_mla import convert_req_index_to_global_index
 from tests.backends.test_sparse_mla import SCALE, assert_result
-from tests.integrations import triton_stand_in
+from tests.integrations import triton_stand_in, wheel_v4
 from tests.integrations.steps import ORDER, Asked, Caches
 from tests.integrations.test_vllm import HOSTILE, as_torch
 from tests.kinds import E4M3
@@ -482,6 +482,7 @@ def main(folder: str, seed: str) -> None:
     drive(rng)
     fused_kernels(rng)
     stand_ins(rng)
+    wheel_v4.drive(rng, engine)
 
 
 if __name__ == "__main__":
