@@ -40,8 +40,8 @@ Engines of one layer can be compared token by token. With more layers rounding c
 `--merge` makes one record of runs beside each other, on a GPU each, say, with OUT of their own: FOLDERs.
 
 The models are DeepSeek-V3.2 and, where the name of a setting says so, DeepSeek-V3 (no indexer) and DeepSeek-V4 with one
-layer of each kind. V4, and GPUs that share rows, need TileLang and CuTe DSL, in whose place both engines have
-`vllm_stand_ins.py`. These have no engine in float32 beside them.
+layer of each kind. V4, and GPUs that share rows, need TileLang, CuTe DSL and a newer NCCL, in whose place both engines
+have `vllm_stand_ins.py`. These have no engine in float32 beside them.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ TRAFFIC_LENGTHS, TRAFFIC_SHARED = (20, 1500), 1024  # tokens of a prompt, and of
 MEASURING = 40  # seconds of the limit that starting leaves
 PATIENCE, GRACE = 120, 20  # seconds that an answer is waited for, and at the limit's end
 VARIANTS = ("stock", "ours", "float32")
+STOCK_SHARES_BELOW = 32  # heads of a GPU: vLLM's MIN_HEADS_FOR_BF16_PREFILL
 MOST_REQUESTS, MOST_TOKENS = 64, 4096  # of an engine; the latter of a batch and of a sequence
 V4_WINDOW, V4_BLOCK = 128, 256  # tokens
 
@@ -110,7 +111,7 @@ class Setting(NamedTuple):
         two_gpus: whether it is measured with tensor parallelism, too.
         sharing: GPUs that have parts of each request's rows (decode context parallelism), of those of tensor
             parallelism; more than one: it is measured with that alone, and its decode is not timed, for
-            what stands in for CuTe DSL is slow. vLLM's engine over a bf16 cache has tensor parallelism alone.
+            what stands in for CuTe DSL is slow. vLLM's engine may have tensor parallelism alone (`sharing_of`).
     """
 
     cache: str
@@ -170,6 +171,7 @@ SETTINGS = (
     serving(Setting("fp8", 64, 1, 512, "graphs"), speculation=3),
     serving(Setting("auto", 64, 1, 512, "graphs")),
     serving(Setting("fp8", 64, 16, 2048, "graphs")),
+    Setting("fp8", 16, 1, 512, "graphs", speed=False, sharing=2),
     Setting("fp8", 64, 1, 512, "graphs", speed=False, sharing=2),
     Setting("auto", 64, 1, 512, "graphs", speed=False, sharing=2),
     Setting("fp8", 64, 1, 512, "eager", two_gpus=False),
@@ -247,8 +249,9 @@ def serve(pipe: Connection, log: str, setting: Setting, variant: str, model: str
 
 
 def sharing_of(setting: Setting, variant: str, gpus: int) -> int:
-    """GPUs that share an engine's rows. vLLM's own attention on Hopper does that over FP8 rows alone."""
-    return 1 if variant == "stock" and "fp8" not in setting.cache else min(setting.sharing, gpus)
+    """GPUs that share an engine's rows. vLLM's own attention on Hopper can over FP8 rows, with few heads a GPU."""
+    able = variant != "stock" or ("fp8" in setting.cache and setting.heads // gpus < STOCK_SHARES_BELOW)
+    return min(setting.sharing, gpus) if able else 1
 
 
 def start(setting: Setting, variant: str, model: str, tensor_parallel: int) -> Any:

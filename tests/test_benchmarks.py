@@ -944,15 +944,15 @@ def test_settings_of_one_gpu_and_of_several(module):
     assert {setting.sharing for setting in two} == {1, 2}
     assert {setting.speculation for setting in one} > {0}
     assert any(setting.traffic and setting.layers > 1 and setting.topk == 2048 for setting in one)
-    shared, bf16 = (setting for setting in two if setting.sharing == 2)
-    assert (shared.cache, bf16.cache) == ("fp8", "auto")
+    few, shared, bf16 = (setting for setting in two if setting.sharing == 2)
+    assert [(each.cache, each.heads) for each in (few, shared, bf16)] == [("fp8", 16), ("fp8", 64), ("auto", 64)]
     assert program.layers_of(shared, 2) == program.layers_of(shared, 1), "each has the heads of both"
     assert program.layers_of(shared._replace(sharing=1), 2)[0].num_heads == 32
-    assert program.chosen_settings(["share rows"], 2) == [shared, bf16]
+    assert program.chosen_settings(["share rows"], 2) == [few, shared, bf16]
     assert program.chosen_settings(["share rows", "graphs"], 2, ["share", "auto"]) == two[:1]
-    assert [program.sharing_of(shared, variant, 2) for variant in ("ours", "stock")] == [2, 2]
-    assert [program.sharing_of(bf16, variant, 2) for variant in ("ours", "stock")] == [2, 1]
-    assert program.sharing_of(bf16, "ours", 1) == 1
+    assert [program.sharing_of(each, "ours", 2) for each in (few, shared, bf16)] == [2, 2, 2]
+    assert [program.sharing_of(each, "stock", 2) for each in (few, shared, bf16)] == [2, 1, 1]
+    assert program.sharing_of(few._replace(cache="auto"), "stock", 2) == program.sharing_of(bf16, "ours", 1) == 1
 
 
 def test_settings_of_other_models(module, tmp_path):
