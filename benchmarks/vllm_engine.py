@@ -11,6 +11,8 @@ of them are measured, the others are stopped:
 - tokens: greedy continuations of prompts of 7 to 3000 tokens, compared one by one under the same text: where ours
   chooses another token than stock, that counts as one apart, and it goes on from stock's text. `gap_apart` is the
   largest difference of the two best log-probabilities at such places, `texts_equal` the number of prompts without one.
+- `_alone`, of DeepSeek-V4: the tokens of the same engine that serves one prompt after the other, not all at once. That
+  rounds otherwise, and a rounding may give a token another expert.
 - log-probabilities of all prompt tokens: mean distance from the same engine with attention in float32, and
   `logprob_error_noise`, the standard error of the difference of the two means. `_within_topk`: of tokens whose indexer
   has nothing to choose.
@@ -291,13 +293,17 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return [rng.integers(2, VOCABULARY, n).tolist() for n in lengths]
 
 
-def continuations(engine: Any, texts: dict[int, list[int]]) -> dict[int, list[tuple[int, float]]]:
+def continuations(engine: Any, texts: dict[int, list[int]], alone: bool) -> dict[int, list[tuple[int, float]]]:
     """The tokens that end a continuation of NEW_TOKENS, each with the distance of the two best log-probabilities.
 
     Args:
         texts: by the prompt's number, the tokens that it begins with.
+        alone: whether each is served by itself.
     """
     from vllm import SamplingParams
+
+    if alone:
+        return {i: continuations(engine, {i: text}, False)[i] for i, text in texts.items()}
 
     prompts = prompts_of(PROMPTS)
     given = [{"prompt_token_ids": prompts[i] + text} for i, text in texts.items()]
@@ -697,19 +703,22 @@ def alone(engines: list[Engine], measured: list[Engine]) -> Iterator[None]:
             engine.pause(False)
 
 
-def compare(ours: Engine, stock: Engine, prompts: int = len(PROMPTS), new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+def compare(
+    ours: Engine, stock: Engine, prompts: int = len(PROMPTS), new_tokens: int = NEW_TOKENS, alone: bool = False
+) -> dict[str, Any]:
     """How many tokens agree under the same text, and how near the two best tokens were where they do not.
 
     Args:
         ours, stock: continue texts; tests have stand-ins for them.
         prompts: how many the engines have.
         new_tokens: how many tokens they add to each.
+        alone: whether `ours` serves each text by itself.
     """
     texts: dict[int, list[int]] = {i: [] for i in range(prompts)}
-    wanted = stock.ask("continuations", texts)
+    wanted = stock.ask("continuations", texts, False)
     apart, gaps, parted = 0, [0.0], set()
     while texts:
-        for i, found in ours.ask("continuations", texts).items():
+        for i, found in ours.ask("continuations", texts, alone).items():
             at = len(texts.pop(i))
             for (token, gap), (expected, its_gap) in zip(found, wanted[i][at:], strict=True):
                 at += 1
@@ -749,6 +758,10 @@ def compare_results(setting: Setting, engines: dict[str, Engine], rows: list[Row
     row: Row = {"setting": str(setting), "start_s_ours": ours.seconds, "start_s_stock": stock.seconds}
     if setting.compared:
         row |= compare(ours, stock)
+        for variant in ("ours", "stock") if setting.family == "V4" else ():
+            same = compare(engines[variant], engines[variant], alone=True)
+            row[f"tokens_equal_alone_{variant}"] = same["tokens_equal"]
+            row[f"gap_apart_alone_{variant}"] = same["gap_apart"]
         for variant in ("ours", "stock", "alike"):
             if {variant, f"{variant} on one GPU"} <= engines.keys():
                 same = compare(engines[variant], engines[f"{variant} on one GPU"])
@@ -895,7 +908,9 @@ def shown(row: dict[str, Any]) -> str:
     parts = [row["setting"]]
     if "tokens" in row:
         parts.append(f"equal {row['tokens_equal']}/{row['tokens']} gap {row['gap_apart']}")
-    parts += [f"{name.removeprefix('tokens_equal_')} {row[name]}" for name in row if "one_gpu" in name]
+    parts += [
+        f"{name.removeprefix('tokens_equal_')} {row[name]}" for name in row if "one_gpu" in name or "alone" in name
+    ]
     for name, short in (
         ("logprob_error", "logp"), ("logprob_error_within_topk", "within topk"), ("tokens_per_s", "t/s"),
         ("loop_us", "loop"), ("first_tokens_ms", "first"), ("gpu_us", "gpu"), ("start_s", "start"),

@@ -878,18 +878,19 @@ def test_the_readme_shows_eight_groups_of_the_first_gpu(module, monkeypatch, tmp
 
 
 class Engine:
-    """Continues each text with a token and its gap by a table."""
+    """Continues each text with a token and its gap by a table, and by another where it serves each alone."""
 
-    def __init__(self, tokens: dict[tuple[int, ...], tuple[int, float]]) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: dict[tuple[int, ...], tuple[int, float]], alone: Any = None) -> None:
+        self.tokens, self.alone = tokens, alone
 
-    def ask(self, question: str, texts: dict[int, list[int]]) -> dict[int, list[tuple[int, float]]]:
+    def ask(self, question: str, texts: dict[int, list[int]], alone: bool) -> dict[int, list[tuple[int, float]]]:
         assert question == "continuations"
+        tokens = self.alone if alone else self.tokens
         found: dict[int, list[tuple[int, float]]] = {}
         for prompt, text in texts.items():
             for _ in range(3 - len(text)):
                 so_far = (*text, *(token for token, _ in found.get(prompt, [])))
-                found.setdefault(prompt, []).append(self.tokens.get((prompt, *so_far), (1, 5.0)))
+                found.setdefault(prompt, []).append(tokens.get((prompt, *so_far), (1, 5.0)))
         return found
 
 
@@ -901,6 +902,14 @@ def test_engines_are_compared_under_the_same_text(module):
     assert compare(stock, stock) == {"tokens_equal": 9, "tokens": 9, "gap_apart": 0.0, "texts_equal": 3}
     ours = Engine({(0,): (9, 0.5), (0, 2): (8, 0.125), (0, 9): (77, 0), (0, 2, 3): (1, 5.0), (2, 1, 1): (6, 0.75)})
     assert compare(ours, stock) == {"tokens_equal": 6, "tokens": 9, "gap_apart": 1.0, "texts_equal": 1}
+
+
+def test_an_engine_is_compared_with_itself(module):
+    """Where it serves each prompt alone, which rounds otherwise."""
+    pytest.importorskip("torch")
+    itself = Engine({(0,): (2, 1.0)}, {(0,): (3, 1.75)})
+    found = module("vllm_engine").compare(itself, itself, prompts=3, new_tokens=3, alone=True)
+    assert found == {"tokens_equal": 8, "tokens": 9, "gap_apart": 1.75, "texts_equal": 2}
 
 
 def test_errors_of_log_probabilities(module):
