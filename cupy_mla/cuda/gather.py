@@ -46,9 +46,7 @@ def tail_kernel(layout: Layout) -> Kernel:
 
 
 # Concatenates the two parts of queries.
-CONCAT_KERNEL = Kernel(
-    "cache/concat_q.cu", CONCAT_Q, {**BF16_576.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK}, overlaps=True
-)
+CONCAT_KERNEL = Kernel("cache/concat_q.cu", CONCAT_Q, {**BF16_576.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 def kernels() -> Iterator[Kernel]:

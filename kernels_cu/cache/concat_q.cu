@@ -4,9 +4,7 @@
 //     find       lane l computes the addresses of row l % 4; the others take them by shuffle
 //     copy       9 loads under way in every lane, then 9 stores; consecutive lanes have consecutive chunks
 //
-// A CTA of 256 threads keeps 36 KB under way. No shared memory. Between an engine's index conversion and its attention it
-// is little more than the time of a launch, so it overlaps both.
-#include "ptx/griddepcontrol.cuh"
+// A CTA of 256 threads keeps 36 KB under way. No shared memory.
 #include "rows/chunk.cuh"
 #include "tile/warp.cuh"
 
@@ -28,7 +26,6 @@ constexpr int NOPE_CHUNKS = D_NOPE / CHUNK, ROW_CHUNKS = D_QK / CHUNK, ROUNDS = 
 static_assert(ROWS * ROW_CHUNKS % 32 == 0, "every lane has as many chunks");
 
 extern "C" __global__ void __launch_bounds__(THREADS) concat_q(const __grid_constant__ ConcatParams p) {
-    let_next_kernel_start();
     const int lane = threadIdx.x % 32;
     const int64_t first = (int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32) * ROWS;
     if (first >= p.num_rows) return;
@@ -38,7 +35,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) concat_q(const __grid_cons
     const bf16* my_rope = p.rope + t * p.rope_t + h * p.rope_h;
     bf16* my_out = p.out + t * p.out_t + h * p.out_h;
 
-    wait_for_earlier_kernels();
     Vec16 v[ROUNDS];
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
