@@ -154,9 +154,7 @@ def ways(rng: random.Random, p: Problem) -> Iterator[Way]:
 
     if quantized and (h > 8 or p.layout.scales_apart):
         at_once = gpu.clusters_at_once(fp8_sm90.cluster_kernel())
-        for heads in fp8_sm90.HEADS:
-            if heads == 64 and h <= 32:
-                continue
+        for heads in fp8_sm90.widths(h):
             work = items(heads)
             yield "fp8_sm90", Whole(heads)
             if work * tiles > 8:

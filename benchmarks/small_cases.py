@@ -236,7 +236,7 @@ def decode_case(
     for splits in SPLITS.get(kernel, (1, 3)):
         result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=splits, **named, **gpu_second)
         compare_attention(f"decode {' '.join(named.values())} h {h} {kernel} splits {splits}", result, expected)
-    for division in divisions_of(64 if h > 32 else 32) if other is not None and kernel == "fp8_sm90" else ():
+    for division in divisions_of(fp8_sm90.widths(h)[-1]) if other is not None and kernel == "fp8_sm90" else ():
         with cupy_mla.forced(division=division):
             result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, **named, **gpu_second)
         compare_attention(f"decode {' '.join(named.values())} h {h} {kernel} {division}", result, expected)
@@ -309,7 +309,7 @@ def plain_case(rng: np.random.Generator, layout: layouts.Layout, h: int, e4m3_q:
         scales["q_scale"] = 0.9
     indices, scale = rng.integers(-99, 9 * 61, (6, 2, 300), dtype=np.int32), SM_SCALES[layout.d_qk]
     expected, on = cupy_mla.sparse_decode(q, cache, indices, scale, **scales), on_gpu(q, cache, indices)
-    for kind, heads in product(("whole", "clusters", "shares"), (32, 64)):
+    for kind, heads in product(("whole", "clusters", "shares"), fp8_sm90.HEADS):
         with cupy_mla.forced("fp8_sm90", f"{kind}(heads={heads})"):
             result = cupy_mla.sparse_decode(*on, scale, **scales)
         compare_attention(f"decode plain_fp8 {layout.d_qk} h {h} {kind} {heads}", result, expected)

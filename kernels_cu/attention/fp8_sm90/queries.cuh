@@ -17,9 +17,11 @@ __device__ __forceinline__ bool are_alone(int n) { return PAIRED || n >= D_NOPE 
 // A thread takes all t and k of a head, a half and several blocks, so that it stores 16 bytes at a time. Of the ninth
 // block it takes T_OF_LAST of the four t; of 16 heads warpgroup 0 does.
 struct QPart {
-    int head, half, odd, pair, last_t;  // `pair`: its first pair of column blocks, others PAIRS_APART further
+    int head, half, odd, last_t;
 };
-constexpr int PAIRS = HEADS / 16, PAIRS_APART = 64 / HEADS;  // of column blocks, of which a thread has one block each
+// Of pairs of column blocks a thread has one block each: of PAIRS, PAIRS_APART from one to the next.
+constexpr int PAIRS = HEADS / 16, PAIRS_APART = 64 / HEADS;
+__device__ __forceinline__ int first_pair(const Role& r) { return (HEADS == 16 ? r.warp : r.warp / 2) % PAIRS_APART; }
 constexpr int T_OF_LAST = HEADS < 32 ? 1 : HEADS / 32;
 constexpr bool NINTH = Q_BLOCKS == 9;
 
@@ -30,14 +32,12 @@ __device__ __forceinline__ QPart q_part(const Role& r) {
     QPart part;
     if constexpr (HEADS == 16) {
         part.head = 2 * (i + eight / 2 * 4) + (i / 2 ^ eight % 2);
-        part.pair = r.warp;
     } else {
         part.head = group * GROUP_HEADS + i + r.warp / 2 % (HEADS / 32) * 4;
-        part.pair = r.warp / 2 % PAIRS_APART;
     }
     part.half = r.lane % 2;
     part.odd = r.warpgroup;
-    part.last_t = ((r.warpgroup * PAIRS_APART + part.pair) ^ eight) % (4 / T_OF_LAST) * T_OF_LAST;
+    part.last_t = ((r.warpgroup * PAIRS_APART + first_pair(r)) ^ eight) % (4 / T_OF_LAST) * T_OF_LAST;
     return part;
 }
 
@@ -103,7 +103,7 @@ __device__ __forceinline__ float logit_scale_of(const AttentionParams& p, float 
 __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, const Attended& w, const Role& r) {
     static_assert(Q_BLOCKS * 64 == D_QK && (NINTH || Q_BLOCKS == 8), "");
     const QPart part = q_part(r);
-    auto pair = [&](int i) { return i * PAIRS_APART + part.pair; };
+    auto pair = [&](int i) { return i * PAIRS_APART + first_pair(r); };
     const uint32_t raw = raw_q(part.head, 2 * D_QK) + 16 * part.half;
     mbarrier_wait(shared_address(&small().q_full), turn & 1);
     Vec16 columns[PAIRS][4], last[T_OF_LAST];
@@ -146,7 +146,7 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, cons
 // The same of Q in e4m3, which f16 holds as it is.
 __device__ __forceinline__ float load_q_e4m3(const AttentionParams& p, int turn, const Attended& w, const Role& r) {
     const QPart part = q_part(r);
-    auto pair = [&](int i) { return i * PAIRS_APART + part.pair; };
+    auto pair = [&](int i) { return i * PAIRS_APART + first_pair(r); };
     const uint32_t raw = raw_q(part.head, D_QK) + 8 * part.half;
     mbarrier_wait(shared_address(&small().q_full), turn & 1);
     const bool is_there = part.head < p.h_q - w.first_head;  // known now
