@@ -152,7 +152,7 @@ def ways(rng: random.Random, p: Problem) -> Iterator[Way]:
         cluster = largest_cluster(splits)
         return items(heads) * (splits // cluster) <= at_once[cluster - 1]
 
-    if quantized and (h > 8 or p.layout.scales_apart):
+    if quantized:
         at_once = gpu.clusters_at_once(fp8_sm90.cluster_kernel())
         for heads in fp8_sm90.widths(h):
             work = items(heads)

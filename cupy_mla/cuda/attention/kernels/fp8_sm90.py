@@ -138,12 +138,7 @@ def widths(heads: int) -> tuple[int, ...]:
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Whole items, shares, clusters and teams; the splits that are asked for in clusters or in turn.
-
-    Not for up to 8 heads over rows with float32 scales: `few_heads_sm90` is faster.
-    """
-    if problem.heads <= 8 and problem.layout in few_heads_sm90.LAYOUTS and not problem.asks:
-        return
+    """Whole items, shares, clusters and teams; the splits that are asked for in clusters or in turn."""
     asked, every, plain = problem.splits(INVARIANT_ROWS), problem.division, problem.layout.scale_of_call
     at_once = problem.gpu.clusters_at_once(cluster_kernel())
     for heads in HEADS if every else widths(problem.heads):
