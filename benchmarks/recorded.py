@@ -12,7 +12,7 @@ from cases import numbers
 
 from cupy_mla.cuda.attention.choose import choose
 from cupy_mla.cuda.attention.divide import Division, division
-from cupy_mla.cuda.attention.kernels import fp8_sm90
+from cupy_mla.cuda.attention.kernels import few_heads_sm90, fp8_sm90
 from cupy_mla.cuda.attention.problem import Problem
 from cupy_mla.cuda.driver import Gpu, Launchable
 from cupy_mla.layouts import BF16_512, BF16_576, V4_FP8, V32_FP8
@@ -85,6 +85,11 @@ def as_now(problem: Problem, way: tuple[str, Division], us: float) -> tuple[tupl
     return (kernel, of._replace(heads=least)), fp8_sm90.OF_FEWER * us  # type: ignore[attr-defined]
 
 
+def is_there(problem: Problem, kernel: str) -> bool:
+    """Whether a kernel of a record still reads the rows: `few_heads_sm90` read FP8 rows, too."""
+    return kernel != "few_heads_sm90" or problem.layout in few_heads_sm90.LAYOUTS
+
+
 def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     """The rows of a record of candidates of a GPU; none where there is no such record.
 
@@ -97,7 +102,10 @@ def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     gpu, found = gpu_of(record), {}
     for row in record["rows"]:
         problem = problem_of(gpu, row)
-        us = dict(as_now(problem, way_of(text), time) for text, time in row["us"].items())
+        ways = ((way_of(text), time) for text, time in row["us"].items())
+        us = dict(as_now(problem, way, time) for way, time in ways if is_there(problem, way[0]))
+        if not us:
+            continue
         chosen, _ = as_now(problem, way_of(row["chosen"]), 0.0)
         new = Measured(problem, us, chosen, row.get("kernel", ""), row["kind"])
         key = new.problem, new.kernel, row.get("lists")
@@ -116,7 +124,9 @@ def other_records(name: str) -> Iterator[tuple[Problem, str, Division, float]]:
     for path in (FOLDERS[name] / f"{record}.json" for record in OTHERS):
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
             if "valid" not in row and "way" in row:  # short lists: nobody knows before
-                yield named_problem(gpu, row["case"]), *way_of(row["way"]), row["ours_us"]
+                problem, way = named_problem(gpu, row["case"]), way_of(row["way"])
+                if is_there(problem, way[0]):
+                    yield problem, *way, row["ours_us"]
 
 
 def chosen_way(gpu: Gpu, row: dict[str, Any]) -> str:

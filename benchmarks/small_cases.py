@@ -335,16 +335,6 @@ def short_lists(rng: np.random.Generator, layout: layouts.Layout, h: int) -> tup
     return (gpu_q, gpu_cache, gpu_i, scale), gpu_length, expected
 
 
-def shares_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> None:
-    """`few_heads_sm90` over FP8 rows that are divided evenly over all CTAs, without and with lengths."""
-    decode, length, expected = short_lists(rng, layout, h)
-    os.environ[VARIABLE] = "few_heads_sm90"
-    for name, more in (("alike", {}), ("by length", {"topk_length": length})):
-        with cupy_mla.forced(division="shares"):
-            result = cupy_mla.sparse_decode(*decode, **more, layout=layout.name)
-        compare_attention(f"shares of few heads {layout.name} h {h} {name}", result, expected)
-
-
 def short_case(rng: np.random.Generator, h: int) -> None:
     """`fp8_short_sm90`: more requests than CTAs, both caches, lengths of 0 to all, and entries that name no row."""
     cache, gpu_cache = packed(rng, layouts.V4_FP8, 3, 61)
@@ -369,7 +359,7 @@ def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> No
     over all CTAs by one plan for three calls, in teams of CTAs, and splits taken in turn."""
     decode, length, expected = short_lists(rng, layout, h)
     os.environ[VARIABLE] = "fp8_sm90"
-    heads, schedule = 64 if h > 32 else 32, cupy_mla.get_mla_metadata()[0]
+    heads, schedule = fp8_sm90.widths(h)[-1], cupy_mla.get_mla_metadata()[0]
 
     def planned() -> tuple:
         q, cache, indices, scale = decode
@@ -572,10 +562,8 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
         for kernel in shapes:
             yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
     divided = [layout for layout in fp8_sm90.LAYOUTS if not layout.scale_of_call]
-    for layout, h in product(divided, (32, 70)) if hopper else ():
+    for layout, h in product(divided, (7, 32, 70)) if hopper else ():
         yield f"divided {layout.name} h {h}", partial(divided_case, layout=layout, h=h)
-    for layout, h in product((layouts.V32_FP8, layouts.V32_NOPE_FP8), (7, 16)) if hopper else ():
-        yield f"shares of few heads {layout.name} h {h}", partial(shares_case, layout=layout, h=h)
     for h in (20, 70) if hopper else ():
         yield f"short h {h}", partial(short_case, h=h)
     for layout, heads in product((layouts.BF16_576, layouts.BF16_512), (16, 32, 64)) if hopper else ():

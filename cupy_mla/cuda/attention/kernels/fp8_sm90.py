@@ -1,4 +1,4 @@
-"""`kernels_cu/attention/fp8_sm90.cu`: FP8 rows on Hopper, 32 or 64 heads of a query at a time."""
+"""`kernels_cu/attention/fp8_sm90.cu`: FP8 rows on Hopper, 16, 32 or 64 heads of a query at a time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ from ..divide import (
 )
 from ..problem import TILE_ROWS, Problem
 from ..times import Work
-from . import few_heads_sm90
 from .work import fitting, rounds_of, shares, split, whole
 
 # That the kernel can read, and the pipeline over rows of a block table.
@@ -54,7 +53,7 @@ LAYOUTS = (*LAYOUTS_OF_FP8, V32_NVFP4, V4_NVFP4)
 HEADS = (16, 32, 64)  # heads a CTA is built for
 TIMED_HEADS, OF_FEWER = 32, 0.9  # fewer take so much of the time of so many (an H200, 0.86 to 0.92)
 DENSE_LINES = HEADS[1:]  # of a work item over rows of a block table
-RING = {16: 5, 32: 4, 64: 3}  # stages, a tile each; kernels_cu/attention/fp8_sm90.cu
+RING = {16: 4, 32: 4, 64: 3}  # stages, a tile each; kernels_cu/attention/fp8_sm90.cu
 UNEVEN_ITEM_COST = 8  # of lists that are not equally long, in eighths of a pair of tiles
 LEAST_SPLIT = 2  # pairs of tiles, in shares
 INVARIANT_ROWS = 704  # of a split of a batch-invariant call; a CTA can take a query's splits in turn
@@ -125,11 +124,8 @@ def kernels() -> Iterator[Kernel]:
 
 
 def serves(problem: Problem) -> bool:
-    """Decode over FP8 and FP4 rows; batch-invariant calls of few heads are for `few_heads_sm90` where that can
-    read the rows."""
-    few = problem.fixed and problem.heads <= 16 and problem.layout in few_heads_sm90.LAYOUTS
-    able = problem.on_hopper and problem.layout in LAYOUTS
-    return able and not few and not problem.prefill
+    """Decode over FP8 and FP4 rows."""
+    return problem.on_hopper and problem.layout in LAYOUTS and not problem.prefill
 
 
 def widths(heads: int) -> tuple[int, ...]:
