@@ -19,7 +19,7 @@ from . import dense_combine, fp8_sm90
 from .dense_cluster_sm90 import memory_us
 
 LAYOUTS = fp8_sm90.LAYOUTS_OF_FP8  # that the kernel can read
-LINES = (32, 64)  # of a work item: query tokens times heads
+LINES = fp8_sm90.DENSE_LINES  # query tokens times heads
 DIVISIONS = {Whole: 0, Clusters: 1, Shares: 6}  # kernels_cu/attention/division/division.cuh
 # In microseconds, by lines: a pair of tiles, and the call beside them. Fitted to the times of every division at 320
 # random sizes on an H100.
