@@ -58,6 +58,7 @@ class Group(NamedTuple):
     Attributes:
         target: the least that it should be, where there is one.
         least: the least that each row should be.
+        times: the columns whose quotient counts; None: `ratio`.
     """
 
     title: str
@@ -65,6 +66,7 @@ class Group(NamedTuple):
     holds: Callable[[str, dict[str, int]], bool]
     target: float | None = None
     least: float = 1.0
+    times: tuple[str, str] | None = None
 
 
 def _beginning(*begins: str) -> Callable[[str, dict[str, int]], bool]:
@@ -220,6 +222,17 @@ TRAINING = [
         "backward, 8 to 32 heads, beside TileLang", "training",
         lambda case, n: case.startswith("backward") and n["h"] <= 32, 1.5,
     ),
+    *(
+        Group(
+            f"backward, 64 and 128 heads, {title}", "training",
+            lambda case, n: case.startswith("backward") and n["h"] >= 64, target, times=times,
+        )
+        for title, target, times in (
+            ("beside TileLang's", 4.0, ("tilelang_us", "ours_us")),
+            ("beside TileLang's of 64 heads a CTA", 2.2, ("tilelang_64_us", "ours_us")),
+            ("portable, beside the faster of cuDNN and TileLang", 0.37, ("peer_us", "portable_us")),
+        )
+    ),
     Group("indexer's loss and gradients, beside the attention's backward", "training", _beginning("loss"), 0.67, 0.67),
     Group("indexer's warm-up, beside the attention's backward", "training", _beginning("warm-up"), 0.67, 0.67),
 ]  # fmt: skip
@@ -260,9 +273,18 @@ LAYER = [
 ]  # fmt: skip
 
 
+def rows_of_group(group: Group, rows: Iterable[Row]) -> list[Row]:
+    """A group's rows, with its ratio."""
+    held = [row for row in rows if group.holds(row["case"], numbers(row["case"]))]
+    if group.times is None:
+        return held
+    above, below = group.times
+    return [{**row, "ratio": row[above] / row[below]} for row in held if above in row and below in row]
+
+
 def of_group(group: Group, rows: Iterable[Row]) -> list[float]:
     """The ratios of a group's rows."""
-    return [row["ratio"] for row in rows if group.holds(row["case"], numbers(row["case"]))]
+    return [row["ratio"] for row in rows_of_group(group, rows)]
 
 
 def geometric_mean(ratios: list[float]) -> float:
@@ -273,14 +295,14 @@ def judge(groups: Iterable[Group], rows: list[Row]) -> None:
     """Print each group's geometric mean beside its target, and its rows under the least that they should be."""
     below: dict[str, float] = {}
     for group in groups:
-        found = {row["case"]: row["ratio"] for row in rows if group.holds(row["case"], numbers(row["case"]))}
+        found = {row["case"]: row["ratio"] for row in rows_of_group(group, rows)}
         if found:
             target = f", target {group.target}; {group.least}" if group.target else ""
             print(
                 f"{group.title}: {len(found)} rows, geometric mean {geometric_mean([*found.values()]):.2f}, "
                 f"least {min(found.values()):.2f}{target}"
             )
-        below |= {case: ratio for case, ratio in found.items() if ratio < group.least}
-    print(f"{len(below)} of {len(rows)} rows under the least that they should be")
+        below |= {f"{case}: {group.title}": ratio for case, ratio in found.items() if ratio < group.least}
+    print(f"{len(below)} times under the least that a row of {len(rows)} should be")
     for case, ratio in below.items():
         print(f"  {ratio:.2f} {case}")

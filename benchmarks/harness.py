@@ -161,13 +161,14 @@ def replay_times(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int = REPEATS)
     return times_in_turn([graph.replay for graph in graphs], repeats)
 
 
-def times_in_turn(calls: Sequence[Call], repeats: int = REPEATS) -> list[float]:
+def times_in_turn(calls: Sequence[Call], repeats: int = REPEATS, untimed: int = 2) -> list[float]:
     """Microseconds of the GPU of each call, median over calls in turn, each time beginning with another one.
 
-    Which is first matters: the same kernel took up to 3 us more in the first place than in the third.
+    Which is first matters: the same kernel took up to 3 us more in the first place than in the third. Each call is made
+    `untimed` times before.
     """
     times: list[list[float]] = [[] for _ in calls]
-    for repeat in range(repeats + 2):
+    for repeat in range(repeats + untimed):
         for turn in range(len(calls)):
             number = (repeat + turn) % len(calls)
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -176,7 +177,7 @@ def times_in_turn(calls: Sequence[Call], repeats: int = REPEATS) -> list[float]:
             calls[number]()
             stop.record()
             stop.synchronize()
-            if repeat >= 2:
+            if repeat >= untimed:
                 times[number].append(start.elapsed_time(stop) * 1e3)
     return [statistics.median(t) for t in times]
 

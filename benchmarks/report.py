@@ -34,6 +34,7 @@ from cases import (
     geometric_mean,
     numbers,
     of_group,
+    rows_of_group,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,7 +133,7 @@ def folders() -> list[Path]:
 def ratio_row(group: Group, folder: Path) -> list[str] | None:
     """What a GPU's record says of a group; None where it has no rows of it."""
     record = load(group.record, folder)
-    rows = [row for row in record["rows"] if group.holds(row["case"], numbers(row["case"]))]
+    rows = rows_of_group(group, record["rows"])
     if not rows:
         return None
     values = [row["ratio"] for row in rows]

@@ -755,7 +755,7 @@ def training(harness, module, monkeypatch, tmp_path):
         monkeypatch.setattr(program, name, value)
     monkeypatch.setattr(program, "load_kernels", lambda *a, **kw: None)
     monkeypatch.setattr(program, "peak_bytes", lambda call: 5_000_000)
-    monkeypatch.setattr(program, "times_in_turn", lambda calls, repeats: [1e3 * (i + 1) for i in range(len(calls))])
+    monkeypatch.setattr(program, "times_in_turn", lambda calls, *_: [1e3 * (i + 1) for i in range(len(calls))])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
     for name in ("empty_cache", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -792,6 +792,9 @@ def test_rows_of_training(training, module, monkeypatch, tmp_path):
     for name in rows:
         assert any(group.holds(name, cases.numbers(name)) for group in cases.TRAINING)
         assert f"| {name} | H100 |" in text
+    ratios = {group.title: cases.of_group(group, [{**first, "case": "backward h 64 s 40"}]) for group in cases.TRAINING}
+    titles = ("beside TileLang's", "portable, beside the faster of cuDNN and TileLang")
+    assert [ratios[f"backward, 64 and 128 heads, {title}"] for title in titles] == [[2.0], [0.5]]
 
 
 def test_training_of_another_result_is_wrong(training, monkeypatch):
