@@ -1,6 +1,6 @@
-"""compute-sanitizer's racecheck on the small cases, several processes at a time: which are clean.
+"""compute-sanitizer's racecheck, or its memcheck, on the small cases, several processes at a time: which are clean.
 
-python benchmarks/racecheck.py [what names of small cases begin with ...]
+python benchmarks/racecheck.py [--tool memcheck] [what names of small cases begin with ...]
 
 COMPUTE_SANITIZER names the tool. 2026.4 (`pip install nvidia-cuda-sanitizer-api`, compute-sanitizer in its folder) is
 good; 2025.3, which comes with CUDA 13.0, reports races that are none. Kernels are compiled with EVERY_LANE_ARRIVES
@@ -26,12 +26,16 @@ import small_cases
 FOUND = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 SANITIZER = os.environ.get("COMPUTE_SANITIZER", FOUND)
 OPTIONS = "-lineinfo -DEVERY_LANE_ARRIVES"
-SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazard")
+SUMMARY = re.compile(r"(?:RACECHECK|ERROR) SUMMARY: (\d+) (?:hazard|error)")
+TOOLS = {
+    "racecheck": ("--show-backtrace", "no", "--print-limit", "1000"),
+    "memcheck": ("--report-api-errors", "no", "--error-exitcode", "1"),
+}
 
 
-def check(name: str, options: str, seconds: float, log: Path) -> bool:
+def check(name: str, tool: str, options: str, seconds: float, log: Path) -> bool:
     """Run one case; what it prints goes to a file of its own."""
-    command = [SANITIZER, "--tool", "racecheck", "--show-backtrace", "no", "--print-limit", "1000", sys.executable]
+    command = [SANITIZER, "--tool", tool, *TOOLS[tool], sys.executable]
     command += [small_cases.__file__, f"--options={options}", name]
     file, started = log / (name.replace(" ", "_") + ".txt"), time.perf_counter()
     with file.open("w") as out:
@@ -56,16 +60,18 @@ def check(name: str, options: str, seconds: float, log: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="without, all cases")
+    parser.add_argument("--tool", choices=TOOLS, default="racecheck", help="of compute-sanitizer")
     parser.add_argument("--options", default=OPTIONS, help="NVRTC options for all kernels")
     parser.add_argument("--seconds", type=float, default=120.0, help="for a case")
     parser.add_argument("--at-once", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--log", type=Path, help="folder for what each case prints")
     arguments = parser.parse_args()
-    log = arguments.log or Path(tempfile.mkdtemp(prefix="racecheck"))
+    tool, options = arguments.tool, arguments.options
+    log = arguments.log or Path(tempfile.mkdtemp(prefix=tool))
     log.mkdir(parents=True, exist_ok=True)
     names = [name for name, _ in small_cases.cases() if small_cases.is_named(name, arguments.names)]
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        clean = list(pool.map(lambda name: check(name, arguments.options, arguments.seconds, log), names))
+        clean = list(pool.map(lambda name: check(name, tool, options, arguments.seconds, log), names))
     print(f"{sum(clean)} of {len(names)} cases are clean; {log}")
     sys.exit(not (names and all(clean)))
 

@@ -528,7 +528,8 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
     yield "attention of ranks", merge_case
     yield "compress pools", compress_case
     sizes = ((7, 576), (7, 512), (32, 576), (32, 512), (64, 576), (70, 512))
-    for (h, d_qk), dtype in zip(sizes, 3 * ("float32", "bfloat16"), strict=True):
+    sizes += ((16, 576), (16, 512), (64, 512), (128, 576), (128, 512))
+    for (h, d_qk), dtype in zip(sizes, itertools.cycle(("float32", "bfloat16")), strict=False):
         for kernel in (*shapes, "") if hopper and h > 16 else shapes:
             name = f"prefill_backward h {h} d_qk {d_qk} {kernel}".strip()
             yield name, partial(backward_case, h=h, dtype=dtype, d_qk=d_qk, kernel=kernel)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ml_dtypes
@@ -154,6 +155,24 @@ class TorchCUDA(Torch):
 
     def synchronize(self) -> None:
         self.torch.cuda.synchronize()
+
+    def _bytes(self, x: Any) -> Any:
+        return x.flatten().view(self.torch.uint8)
+
+    def check_bits_on_any_stream(self, call: Callable[[], Iterable[Any]], runs: int = 100) -> None:
+        """So many calls, those of five streams beside one another, give the same bits."""
+        want = [x for x in call() if x is not None]
+        self.synchronize()
+        streams = [self.torch.cuda.Stream() for _ in range(5)]
+        different = []
+        for run in range(runs):
+            with self.torch.cuda.stream(streams[run % 5]):
+                got = [x for x in call() if x is not None]
+                pairs = zip(got, want, strict=True)
+                different += [(self._bytes(x) != self._bytes(y)).any() for x, y in pairs]
+        self.synchronize()
+        assert len(different) == runs * len(want)
+        assert not any(map(bool, different))
 
     def keep_busy(self) -> None:
         a = self.torch.ones(2**28, device=self.device)

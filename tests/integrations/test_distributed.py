@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests import oracle
+from tests.integrations import ranks
 from tests.kinds import BF16, installed
 
 if not installed("torch"):
     pytest.skip("torch is not installed", allow_module_level=True)
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 LENGTH, TOPK, HEADS, TOKENS, BLOCK_SIZE, SCALE = 500, 64, 12, 4, 16, 0.1
 
 RANK = """
-import sys
-import numpy as np
-import torch, torch.distributed as dist
-import cupy_mla
 from cupy_mla.integrations.distributed import ContextParallel
 
-folder, backend, interleave = sys.argv[1], sys.argv[2], int(sys.argv[3])
-dist.init_process_group(backend)
-me = dist.get_rank()
-place = f"cuda:{me}" if backend == "nccl" else "cpu"
-if backend == "nccl":
-    torch.cuda.set_device(me)
+interleave = int(sys.argv[3])
 ranks = ContextParallel(interleave=interleave)
 n = ranks.world_size
 given = {name: torch.from_numpy(a) for name, a in np.load(f"{folder}/inputs.npz").items()}
@@ -73,25 +61,17 @@ if backend == "nccl":  # the same in a CUDA graph
 assert ranks.rank == me
 names = ("chosen", "out", "lse", "out_of_prefill", "lse_of_prefill")
 np.savez(f"{folder}/rank{me}.npz", **{n: a.cpu().float().numpy() for n, a in zip(names, results)})
-dist.destroy_process_group()
 """
 
 
-def run(folder: Path, backend: str, ranks: int, interleave: int) -> list[dict[str, np.ndarray]]:
+def run(folder: Path, backend: str, number: int, interleave: int) -> list[dict[str, np.ndarray]]:
     """What each rank found."""
     program = RANK.replace("BLOCK", str(BLOCK_SIZE)).replace("SCALE", str(SCALE)).replace("TOPK", str(TOPK))
-    (folder / "rank.py").write_text(program)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-        str(folder / "rank.py"), str(folder), backend, str(interleave),
-    ]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, "\n".join(line for line in result.stderr.splitlines() if "rank" in line)[:3000]
-    return [dict(np.load(folder / f"rank{r}.npz")) for r in range(ranks)]
+    ranks.run(program, folder, backend, number, interleave)
+    return [dict(np.load(folder / f"rank{r}.npz")) for r in range(number)]
 
 
-def check(folder: Path, rng: np.random.Generator, backend: str, ranks: int, interleave: int) -> None:
+def check(folder: Path, rng: np.random.Generator, backend: str, number: int, interleave: int) -> None:
     q = (10 * rng.standard_normal((TOKENS, HEADS, 576))).astype(BF16)
     rows = (0.1 * rng.standard_normal((LENGTH, 576))).astype(BF16)
     logits = np.maximum(rng.standard_normal((TOKENS, LENGTH), np.float32), 0.5)  # many are equal
@@ -99,7 +79,7 @@ def check(folder: Path, rng: np.random.Generator, backend: str, ranks: int, inte
     few = np.array([False] * (TOKENS - 1) + [True])  # one row: the other ranks have none
     inputs = {"q": q.view(np.int16), "rows": rows.view(np.int16), "logits": logits, "sink": sink, "few": few}
     np.savez(folder / "inputs.npz", **inputs)
-    found = run(folder, backend, ranks, interleave)
+    found = run(folder, backend, number, interleave)
     chosen = np.sort(np.argsort(-logits, axis=1, kind="stable")[:, :TOPK], axis=1)
     for rank in found:
         np.testing.assert_array_equal(rank["chosen"], chosen)
@@ -112,17 +92,13 @@ def check(folder: Path, rng: np.random.Generator, backend: str, ranks: int, inte
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (3, 8)])
-def test_processes(tmp_path: Path, rng, ranks: int, interleave: int) -> None:
-    check(tmp_path, rng, "gloo", ranks, interleave)
+@pytest.mark.parametrize(("number", "interleave"), [(2, 1), (3, 8)])
+def test_processes(tmp_path: Path, rng, number: int, interleave: int) -> None:
+    check(tmp_path, rng, "gloo", number, interleave)
 
 
 @pytest.mark.gpu
 def test_two_gpus(tmp_path: Path, rng) -> None:
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     check(tmp_path, rng, "nccl", 2, 1)
 
 

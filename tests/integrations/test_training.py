@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +10,7 @@ import pytest
 import cupy_mla
 from tests import backward, kinds
 from tests import oracle_training as oracle
+from tests.integrations import ranks
 from tests.kinds import NumPy
 from tests.oracle_training import Loss
 from tests.training import inputs, with_everything
@@ -22,7 +19,6 @@ torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 training = pytest.importorskip("cupy_mla.integrations.training")
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
@@ -293,36 +289,54 @@ def test_module_over_given_lists(kind, rng):
 
 
 RANK = """
-import sys
-import torch, torch.distributed as dist
 from cupy_mla.integrations.training import sparse_indexer_loss
 
-dist.init_process_group("gloo")
-given, me = torch.load(sys.argv[1]), dist.get_rank()
+given = torch.load(f"{folder}/given.pt", map_location=place)
 heads = slice(6 * me, 6 * me + 6)
-loss = sparse_indexer_loss(*given["learned"], given["q"][:, heads].contiguous(), given["kv"], given["lists"],
-                           given["lse"][:, heads].contiguous(), 0.1, group=dist.group.WORLD)
-assert abs(loss - given["loss"]) < 1e-5 * given["loss"], (loss, given["loss"])
-dist.destroy_process_group()
+q, out, lse, dout = (given[name][:, heads].contiguous() for name in ("q", "out", "lse", "dout"))
+learned = [x.requires_grad_() for x in given["learned"]]
+loss = sparse_indexer_loss(*learned, q, given["kv"], given["lists"], lse, 0.1, group=dist.group.WORLD)
+dq, dkv, d_sink = cupy_mla.sparse_prefill_backward(
+    q, given["kv"], given["lists"], out, lse, dout, 0.1, attn_sink=given["sink"][heads], dkv_dtype="float32")
+dist.all_reduce(dkv)
+both, of_heads = [loss, *torch.autograd.grad(loss, learned), dkv], [dq, d_sink[None]]
+torch.save([[x.detach().cpu() for x in results] for results in (both, of_heads)], f"{folder}/rank{me}.pt")
 """
+
+
+def check_heads_of_two_processes(kind, rng, folder, backend):
+    """Targets are summed up, so the loss and its gradients are those of all heads; so is dkv. dq and d_sink stay with
+    their heads."""
+    a, b = inputs(rng, 5, 4, 40, 30), backward.inputs(rng, 5, 12, 576, 40, 30, size=1.0)
+    learned = list(arguments(kind, a).values())[:3]
+    learned[1] = torch.randn(40, 128, device=kind.device).bfloat16().requires_grad_()
+    q, kv, lists, dout = (kind.put(x) for x in (b.q, b.kv, b.indices, b.dout))
+    sink = torch.randn(12, device=kind.device)
+    out, _, lse = cupy_mla.sparse_prefill(q, kv, lists, 0.1, attn_sink=sink)
+    loss = training.sparse_indexer_loss(*learned, q, kv, lists, lse, 0.1)
+    dq, dkv, d_sink = cupy_mla.sparse_prefill_backward(
+        q, kv, lists, out, lse, dout, 0.1, attn_sink=sink, dkv_dtype="float32"
+    )
+    given = {"q": q, "kv": kv, "lists": lists, "out": out, "lse": lse, "dout": dout, "sink": sink}
+    torch.save(
+        {"learned": [x.detach() for x in learned], **{name: x.clone() for name, x in given.items()}},
+        folder / "given.pt",
+    )
+    ranks.run(RANK, folder, backend, 2)
+    (both, first), (others, second) = (torch.load(folder / f"rank{rank}.pt") for rank in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(both, others, strict=True))
+    found = [*both, *(torch.cat(pair, 1) for pair in zip(first, second, strict=True))]
+    wants = [loss, *torch.autograd.grad(loss, learned), dkv, dq, d_sink[None]]
+    for got, want, most in zip(found, wants, (1e-5, *6 * [5e-3]), strict=True):
+        want = want.detach().cpu().float()
+        assert (got.float() - want).norm() < most * want.norm()
 
 
 @pytest.mark.long
 def test_heads_of_two_processes(rng, tmp_path):
-    """Their targets are summed up: the loss is that of all heads."""
-    kind = kinds.make("torch")
-    a, b = inputs(rng, 5, 4, 40, 30), backward.inputs(rng, 5, 12, 576, 40, 30, size=1.0)
-    learned = [t.detach() for t in list(arguments(kind, a).values())[:3]]
-    q, kv, lists = (kind.put(x) for x in (b.q, b.kv, b.indices))
-    learned[1] = torch.randn(40, 128).bfloat16()
-    _, _, lse = cupy_mla.sparse_prefill(q, kv, lists, 0.1)
-    loss = training.sparse_indexer_loss(*learned, q, kv, lists, lse, 0.1)
-    given = {"learned": learned, "q": q, "kv": kv, "lists": lists, "lse": lse, "loss": loss}
-    torch.save({n: t if n == "learned" else t.clone() for n, t in given.items()}, tmp_path / "given.pt")
-    (tmp_path / "rank.py").write_text(RANK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(tmp_path / "rank.py"), str(tmp_path / "given.pt")], env=env, capture_output=True, text=True
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    check_heads_of_two_processes(kinds.make("torch"), rng, tmp_path, "gloo")
+
+
+@pytest.mark.gpu
+def test_heads_of_two_gpus(rng, tmp_path):
+    check_heads_of_two_processes(kinds.make("torch_cuda"), rng, tmp_path, "nccl")

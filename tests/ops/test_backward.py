@@ -183,6 +183,18 @@ def test_same_bits(kind, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("h_q", "d_qk"), [(16, 576), (64, 576), (128, 512)])
+def test_same_bits_in_a_hundred_runs(rng, h_q, d_qk):
+    kind = make("torch_cuda")
+    a = inputs(rng, 200, h_q, d_qk, 400, 300)
+    q, kv, lists, dout, sink = (kind.put(x) for x in (a.q, a.kv, a.indices, a.dout, sinks(rng, h_q)))
+    out, _, lse = cupy_mla.sparse_prefill(q, kv, lists, a.scale, attn_sink=sink)
+    kind.check_bits_on_any_stream(
+        lambda: cupy_mla.sparse_prefill_backward(q, kv, lists, out, lse, dout, a.scale, attn_sink=sink)
+    )
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("library", ["cupy", "torch_cuda"])
 def test_bits_do_not_depend_on_lists_and_workspace(rng, library):
     a = inputs(rng, 300, 70, 576, 700, 200)._replace(sink=sinks(rng, 70))

@@ -263,6 +263,14 @@ def test_ranges_are_lists(kind, rng):
     assert got == want
 
 
+@pytest.mark.gpu
+def test_same_bits_in_a_hundred_runs(rng):
+    kind = make("torch_cuda")
+    a = inputs(rng, 200, 64, 400, 300)
+    given = {name: kind.put(np.ascontiguousarray(array)) for name, array in arguments(a).items()}
+    kind.check_bits_on_any_stream(lambda: cupy_mla.indexer_loss(**given))
+
+
 # --- errors -----------------------------------------------------------------------------------------------------
 
 
