@@ -115,7 +115,7 @@ def called(record: Record, peer: Any, a: Inputs) -> Backward | None:
 
 def repeats_of(s: int) -> int:
     """How often a row of so many tokens is timed."""
-    return 8 if s <= 4096 else 4 if s < LONG else 2
+    return 6 if s <= 4096 else 3 if s < LONG else 2
 
 
 def backward_row(record: Record, peers: list[Any], case: Case, a: Inputs) -> None:
