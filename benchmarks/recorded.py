@@ -12,9 +12,10 @@ from cases import numbers
 
 from cupy_mla.cuda.attention.choose import choose
 from cupy_mla.cuda.attention.divide import Division, division
-from cupy_mla.cuda.attention.problem import Problem
+from cupy_mla.cuda.attention.problem import DenseProblem, Problem
 from cupy_mla.cuda.driver import Gpu, Launchable
-from cupy_mla.layouts import BF16_512, BF16_576, V4_FP8, V32_FP8
+from cupy_mla.cuda.paging import ceil_div
+from cupy_mla.layouts import BF16_512, BF16_576, PLAIN_FP8_576, V4_FP8, V32_FP8
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FOLDERS = {"h200": RESULTS, "h100": RESULTS / "h100"}  # where the records of a GPU lie, by the name of its times
@@ -67,6 +68,16 @@ def problem_of(gpu: Gpu, row: dict[str, Any]) -> Problem:
         gpu, LAYOUTS[row["kind"].split()[0]], False, row["h"], row["b"] * row["s_q"], row["topk"], row["extra_topk"],
         uneven=bool(row["lengths"]), flat=row["extra_topk"] == 0,
     )  # fmt: skip
+
+
+DENSE_LAYOUTS = {"dense bf16": BF16_576, "dense V32": V32_FP8, "dense plain": PLAIN_FP8_576}
+DENSE_BLOCK = 64  # rows
+
+
+def dense_problem_of(gpu: Gpu, row: dict[str, Any]) -> DenseProblem:
+    """The dense call of a row."""
+    rows = DENSE_BLOCK * ceil_div(row["length"], DENSE_BLOCK)
+    return DenseProblem(gpu, DENSE_LAYOUTS[row["kind"]], row["h"], row["s_q"], row["b"], rows, rows, DENSE_BLOCK)
 
 
 def way_of(text: str) -> tuple[str, Division]:

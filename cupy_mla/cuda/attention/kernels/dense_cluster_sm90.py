@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
+from typing import Any
 
 from ....layouts import D_V, FP16_512, FP16_576, Layout
 from ... import structs
@@ -12,7 +13,7 @@ from ...kernel import Kernel
 from ...paging import ceil_div
 from ...program import Buffer, Launch, Plan, Program
 from ...structs import Packed
-from ..divide import HALF_PARTIAL_BYTES, Clusters
+from ..divide import HALF_PARTIAL_BYTES, Clusters, Division
 from ..problem import DenseProblem
 from . import bf16_cluster_sm90, bf16_sm90
 
@@ -45,14 +46,30 @@ def kernels() -> Iterator[Kernel]:
 
 
 def serves(problem: DenseProblem) -> bool:
-    """Aligned bf16 and float16 rows on Hopper, work items that all run at a time."""
-    return _clusters(problem) is not None
+    """Aligned bf16 and float16 rows on Hopper, in two splits and more."""
+    able = problem.on_hopper and problem.layout in LAYOUTS
+    return able and not problem.batch_invariant and problem.num_splits != 1
 
 
-def us(problem: DenseProblem) -> float:
+def candidates(problem: DenseProblem) -> Iterator[Division]:
+    """The largest clusters that all run at a time and of which each CTA may have a pair of tiles, but two."""
+    lines = next((n for n in LINES if problem.lines <= n), max(LINES))
+    at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
+    asked, items = problem.num_splits or MAX_CLUSTER, problem.items(lines)
+    fitting = [n for n in range(2, 1 + min(asked, MAX_CLUSTER)) if items <= at_once[n - 1]]
+    cluster = min(fitting[-1], max(2, problem.pairs)) if fitting else 2 if problem.division else 1
+    asks = problem.asks or problem.num_splits
+    if cluster > 1 and (ceil_div(problem.pairs, cluster) <= MOST_PAIRS or asks):
+        yield Clusters(lines, cluster, cluster)
+
+
+def fits(problem: DenseProblem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return division.heads in LINES and division.fits and division.splits == division.cluster > 1
+
+
+def us(problem: DenseProblem, division: Any) -> float:
     """What the call is to take if all requests are as long as they may be, in microseconds."""
-    division = _clusters(problem)
-    assert division is not None
     return BASE_US[division.heads] + max(PAIR_US * ceil_div(problem.pairs, division.splits), memory_us(problem))
 
 
@@ -62,25 +79,8 @@ def memory_us(problem: DenseProblem) -> float:
     return (rows * problem.layout.token_bytes + lines * 2 * (problem.layout.d_qk + D_V)) / BYTES_US
 
 
-@lru_cache(maxsize=1024)  # sizes have no end
-def _clusters(problem: DenseProblem) -> Clusters | None:
-    """The largest clusters that all run at a time and of which each CTA may have a pair of tiles, but two."""
-    if not problem.on_hopper or problem.layout not in LAYOUTS or problem.batch_invariant:
-        return None
-    lines = next((n for n in LINES if problem.lines <= n), max(LINES))
-    at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
-    asked, items = problem.num_splits or MAX_CLUSTER, problem.items(lines)
-    fitting = [n for n in range(2, 1 + min(asked, MAX_CLUSTER)) if items <= at_once[n - 1]]
-    cluster = min(fitting[-1], max(2, problem.pairs)) if fitting else 1
-    if cluster == 1 or (ceil_div(problem.pairs, cluster) > MOST_PAIRS and not (problem.kernel or problem.num_splits)):
-        return None
-    return Clusters(lines, cluster, cluster)
-
-
-def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
+def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch: a cluster a work item."""
-    division = _clusters(problem)
-    assert division is not None
     lines, ctas = division.heads, problem.items(division.heads) * division.cluster
     memory = Buffer("partial results", shape=(ctas * lines * HALF_PARTIAL_BYTES,)).ptr
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests, cluster_parts=memory)

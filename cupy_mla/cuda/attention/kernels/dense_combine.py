@@ -53,6 +53,11 @@ def kernels() -> Iterator[Kernel]:
         yield kernel(lines, fp8=True)
 
 
+def fits(division: Shares) -> bool:
+    """Whether shares are such that an item's merge knows them."""
+    return 0 <= division.ctas <= MOST_SHARES and division.splits >= 0
+
+
 def in_shares(
     of: Kernel, merge: Kernel, problem: DenseProblem, params: Packed, division: Shares, plan: Plan | None
 ) -> Program:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 from ....layouts import V32_NOPE_FP8, Layout
@@ -13,7 +13,7 @@ from ...kernel import Kernel
 from ...paging import ceil_div
 from ...program import Buffer, Launch, Plan, Program
 from ...structs import Packed
-from ..divide import HALF_PARTIAL_BYTES, Clusters, Division, Shares, Whole, parse
+from ..divide import HALF_PARTIAL_BYTES, Clusters, Division, Shares, Whole
 from ..problem import DenseProblem
 from . import dense_combine, fp8_sm90
 from .dense_cluster_sm90 import memory_us
@@ -53,32 +53,12 @@ def kernels() -> Iterator[Kernel]:
 
 def serves(problem: DenseProblem) -> bool:
     """Aligned FP8 rows on Hopper."""
-    return problem.on_hopper and problem.layout in LAYOUTS and _chosen(problem) is not None
+    return problem.on_hopper and problem.layout in LAYOUTS
 
 
-def us(problem: DenseProblem) -> float:
-    """What the call is to take if all requests are as long as they may be, in microseconds."""
-    return _us(problem, _chosen(problem))
-
-
-@lru_cache(maxsize=1024)  # sizes have no end
-def _chosen(problem: DenseProblem) -> Division | None:
-    """The division that is to take the least time, of those that fit."""
-    return min(_candidates(problem), key=lambda division: _us(problem, division), default=None)
-
-
-def _candidates(problem: DenseProblem) -> Iterator[Division]:
-    """Whole items, clusters and shares, or what is asked for."""
-    kind, fields = parse(problem.division) if problem.division else (None, {})
-    for offered in _offered(problem):
-        division: Any = offered
-        if kind in (None, type(division)) and _fits(division._replace(**fields)):
-            yield division._replace(**fields)
-
-
-def _offered(problem: DenseProblem) -> Iterator[Division]:
+def candidates(problem: DenseProblem) -> Iterator[Division]:
     """All that may be the fastest."""
-    asks = bool(problem.kernel or problem.division)
+    asks = problem.asks
     few = [lines for lines in LINES if problem.lines <= lines]
     if problem.batch_invariant:  # nothing depends on what else is in the batch
         yield Shares((*few, max(LINES))[0], problem.num_splits or dense_combine.INVARIANT_SPLITS)
@@ -94,18 +74,22 @@ def _offered(problem: DenseProblem) -> Iterator[Division]:
         short = fitting and ceil_div(problem.pairs, fitting[-1]) <= MOST_PAIRS[Clusters]
         if fitting and (short or asks or problem.num_splits):
             yield Clusters(lines, fitting[-1], fitting[-1])
+        elif problem.division:
+            yield Clusters(lines, 2, 2)
 
 
-def _fits(division: Any) -> bool:
+def fits(problem: DenseProblem, division: Any) -> bool:
     """Whether the kernel is built for a division of a kind that it has."""
     if division.heads not in LINES:
         return False
     if isinstance(division, Clusters):
-        return 1 < division.splits == division.cluster <= MAX_CLUSTER
-    return division == Whole(division.heads) or isinstance(division, Shares)
+        return division.fits and division.splits == division.cluster > 1
+    if isinstance(division, Shares):
+        return dense_combine.fits(division)
+    return bool(division == Whole(division.heads))
 
 
-def _us(problem: DenseProblem, division: Any) -> float:
+def us(problem: DenseProblem, division: Any) -> float:
     """What a division is to take, in microseconds."""
     lines, sms, plain = division.heads, problem.gpu.sms, problem.layout.scale_of_call
     items = problem.items(lines)
@@ -121,9 +105,8 @@ def _us(problem: DenseProblem, division: Any) -> float:
     return base + max((PLAIN_PAIR_US if plain else PAIR_US)[lines] * pairs, memory_us(problem))
 
 
-def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
+def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch; of shares another one merges items that are cut."""
-    division: Any = _chosen(problem)
     lines, items, sms = division.heads, problem.items(division.heads), problem.gpu.sms
     of = kernel(problem.layout, lines, DIVISIONS[type(division)])
     if isinstance(division, Shares):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 from ....layouts import Layout
 from ... import structs
@@ -11,6 +12,7 @@ from ...kernel import Kernel
 from ...paging import ceil_div
 from ...program import Launch, Plan, Program
 from ...structs import Packed
+from ..divide import Division, Whole
 from ..problem import DenseProblem
 from . import bf16_sm90
 from .dense_cluster_sm90 import LAYOUTS, PAIR_US, memory_us
@@ -37,18 +39,28 @@ def kernels() -> Iterator[Kernel]:
 
 def serves(problem: DenseProblem) -> bool:
     """Aligned bf16 and float16 rows on Hopper, unsplit."""
-    short = problem.pairs <= MOST_PAIRS or bool(problem.kernel) or problem.num_splits == 1
     able = problem.on_hopper and problem.layout in LAYOUTS
-    return able and problem.num_splits <= 1 and not problem.batch_invariant and short
+    return able and not problem.batch_invariant and problem.num_splits <= 1
 
 
-def us(problem: DenseProblem) -> float:
+def candidates(problem: DenseProblem) -> Iterator[Division]:
+    """Whole items, of few rows each."""
+    if problem.pairs <= MOST_PAIRS or problem.asks or problem.num_splits:
+        yield Whole(LINES)
+
+
+def fits(problem: DenseProblem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return bool(division == Whole(LINES))
+
+
+def us(problem: DenseProblem, division: Any) -> float:
     """What the call is to take if all requests are as long as they may be, in microseconds."""
     rounds = ceil_div(problem.items(LINES), problem.gpu.sms)
     return 6.5 + 3.0 * rounds + max(PAIR_US * rounds * problem.pairs, memory_us(problem))
 
 
-def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
+def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch: CTAs that take work items in turn."""
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
     return [Launch(kernel(problem.layout), (min(problem.items(LINES), problem.gpu.sms), 1, 1), params)]
