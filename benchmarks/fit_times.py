@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recorded import FOLDERS, Measured, candidates, other_records
+from recorded import FOLDERS, Measured, candidates, kernels_of, other_records
 
 from cupy_mla.cuda.attention.choose import KERNELS
 from cupy_mla.cuda.attention.times import size_of, text_of
@@ -58,12 +58,12 @@ class Candidates:
             problem = row.problem._replace(kernel=row.kernel)
             offered = {
                 (name, division)
-                for name, kernel in KERNELS.items()
+                for name, kernel in kernels_of(problem).items()
                 if problem.kernel in ("", name) and kernel.serves(problem)
                 for division in kernel.candidates(problem)
             }
             for way, us in row.us.items():
-                words, of_work, amounts = KERNELS[way[0]].work(row.problem, way[1])
+                words, of_work, amounts = kernels_of(problem)[way[0]].work(row.problem, way[1])
                 key = way[0], text_of(words)
                 for name, amount in zip(of_work, amounts, strict=True):
                     entries.append((len(listed), names.setdefault((*key, name), len(names)), amount))

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from cases import numbers
 
-from cupy_mla.cuda.attention.choose import choose
+from cupy_mla.cuda.attention import dense
+from cupy_mla.cuda.attention.choose import KERNELS, choose
 from cupy_mla.cuda.attention.divide import Division, division
 from cupy_mla.cuda.attention.problem import DenseProblem, Problem
 from cupy_mla.cuda.driver import Gpu, Launchable
@@ -46,11 +48,16 @@ class Measured(NamedTuple):
         kernel: "portable" or "portable_99kb", if only that one was measured; else "".
     """
 
-    problem: Problem
+    problem: Problem | DenseProblem
     us: dict[tuple[str, Division], float]
     chosen: tuple[str, Division]
     kernel: str
     kind: str
+
+
+def kernels_of(problem: Problem | DenseProblem) -> dict[str, ModuleType]:
+    """Those of sparse or of dense attention, by their names."""
+    return dense.KERNELS if isinstance(problem, DenseProblem) else KERNELS
 
 
 def gpu_of(record: dict[str, Any]) -> RecordedGpu:
@@ -89,7 +96,8 @@ def way_of(text: str) -> tuple[str, Division]:
 def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     """The rows of a record of candidates of a GPU; none where there is no such record.
 
-    `candidates_held_out` has other calls, of another run: no times are fitted to them.
+    `dense_candidates` has those of dense attention. `candidates_held_out` and `dense_candidates_held_out` have other
+    calls, of other runs: no times are fitted to them.
     """
     path = FOLDERS[name] / f"{record}.json"
     if not path.exists():
@@ -98,8 +106,9 @@ def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     gpu, found = gpu_of(record), {}
     for row in record["rows"]:
         us = {way_of(text): time for text, time in row["us"].items()}
-        new = Measured(problem_of(gpu, row), us, way_of(row["chosen"]), row.get("kernel", ""), row["kind"])
-        key = new.problem, new.kernel, row.get("lists")
+        problem = (dense_problem_of if row["kind"] in DENSE_LAYOUTS else problem_of)(gpu, row)
+        new = Measured(problem, us, way_of(row["chosen"]), row.get("kernel", ""), row["kind"])
+        key = new.problem, new.kernel, row.get("lists"), row.get("rows")
         before = found.get(key, new)  # a call that was measured twice: the mean of what both rows have
         found[key] = new._replace(us={way: (us[way] + before.us[way]) / 2 for way in us if way in before.us})
     yield from found.values()

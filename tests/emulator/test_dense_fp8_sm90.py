@@ -83,5 +83,13 @@ def test_equal_splits(kind, rng, num_splits):
 
 
 @pytest.mark.long(sample=1)
+@pytest.mark.parametrize("b", [1, 5])
+def test_equal_splits_whose_bits_may_depend_on_the_batch(kind, rng, force, b):
+    """Few are merged by all warps of a CTA each."""
+    force(division=f"shares(splits={rng.integers(2, 12)})")
+    dense_hopper.some_requests(kind, rng, b, 64, FP8_FORMATS)
+
+
+@pytest.mark.long(sample=1)
 def test_bits_of_a_request(kind, rng):
     dense_hopper.bits_of_a_request(kind, rng, 5, FP8_FORMATS)

@@ -13,8 +13,8 @@ from .. import structs
 from ..driver import Gpu
 from ..paging import block_table, divisor
 from ..program import Plan, Program
-from . import choose
-from .call import ALIGNED_ROWS, DECODE, NO_SOURCE, aligned_rows, decode_fields, params_of
+from . import choose, times
+from .call import ALIGNED_ROWS, DECODE, INVARIANT, NO_SOURCE, aligned_rows, decode_fields, params_of
 from .kernels import (
     dense_cluster_sm90,
     dense_fp8_sm90,
@@ -28,8 +28,8 @@ from .problem import DenseProblem, Problem
 LARGEST = 2**31 - 1  # int32
 # What making index lists of slots takes beside the attention over them, in microseconds: a launch, and each list.
 LISTS_US, LIST_US = 2.0, 0.006
-# The kernels by their names. A module answers what those of `choose.KERNELS` do, but `launches(problem, division, params,
-# plan)`: the program with `struct DenseParams` of calls that may have a plan.
+# The kernels by their names. A module answers what those of `choose.KERNELS` do; its `launches(problem, division,
+# params, plan)` makes the program with `struct DenseParams` of calls that may have a plan.
 KERNELS: dict[str, ModuleType] = dict(
     zip(
         choose.DENSE_NAMES,
@@ -64,7 +64,7 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False, pla
         row_stride=a.cache.strides[1] * size, index_stride_b=0, index_stride_s=0, num_slots=num_blocks * block_size,
         topk=problem.capacity, block_size=block_size,
     )  # fmt: skip
-    flags = rows_aligned * ALIGNED_ROWS | DECODE
+    flags = rows_aligned * ALIGNED_ROWS | DECODE | batch_invariant * INVARIANT
     params = structs.DENSE(
         params_of(problem, a, main, NO_SOURCE, decode_fields(a), flags), table=block_table(a.block_table, block_size),
         num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=a.window, num_shares=0,
@@ -94,7 +94,7 @@ def choose_dense(problem: DenseProblem) -> choose.Choice:
         ValueError: no kernel has the name that is asked for, or it cannot serve this call, or not so divided.
     """
     rivals: list[choose.Rival] = [
-        (name, division, kernel.us(problem, division))
+        (name, division, times.microseconds(problem.gpu, name, kernel.work(problem, division)))
         for name, kernel in KERNELS.items()
         if problem.kernel in ("", name) and kernel.serves(problem)
         for division in choose.offered(problem, kernel)

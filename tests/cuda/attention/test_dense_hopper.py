@@ -24,6 +24,8 @@ KERNELS = {
     "dense_whole_sm90": ("dense_whole_sm90", None, 150, FORMATS),
     "dense_cluster_sm90": ("dense_cluster_sm90", None, 2, FORMATS),
     "dense_fp8_sm90 shares": ("dense_fp8_sm90", "shares", 30, FP8_FORMATS),
+    "dense_sm90 splits": ("dense_sm90", "shares(splits=3)", 5, FORMATS),
+    "dense_fp8_sm90 splits": ("dense_fp8_sm90", "shares(splits=3)", 5, FP8_FORMATS),
     "dense_fp8_sm90 whole": ("dense_fp8_sm90", "whole", 150, FP8_FORMATS),
     "dense_fp8_sm90 clusters": ("dense_fp8_sm90", "clusters", 2, FP8_FORMATS),
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from ....layouts import D_V, FP16_512, FP16_576, Layout
+from ....layouts import FP16_512, FP16_576, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
@@ -15,14 +15,12 @@ from ...program import Buffer, Launch, Plan, Program
 from ...structs import Packed
 from ..divide import HALF_PARTIAL_BYTES, Clusters, Division
 from ..problem import DenseProblem
+from ..times import Work
 from . import bf16_cluster_sm90, bf16_sm90
+from .work import Counted, rounds_of, split
 
 LAYOUTS = (*bf16_sm90.LAYOUTS, FP16_576, FP16_512)  # that the kernels for Hopper read
 LINES = bf16_cluster_sm90.HEADS  # of a work item: query tokens times heads
-# Measured on an H100, in microseconds: a call beside its rows, by lines; and a pair of tiles. Bytes that come and go in
-# a microsecond.
-BASE_US = {16: 7.0, 32: 8.0, 64: 10.2}
-PAIR_US, BYTES_US = 3.5, 2.85e6
 # Pairs of tiles that a CTA may have: a longer request might be alone among short ones.
 MOST_PAIRS = 8
 SPILL_BYTES = 8  # once a work item
@@ -68,15 +66,18 @@ def fits(problem: DenseProblem, division: Any) -> bool:
     return division.heads in LINES and division.fits and division.splits == division.cluster > 1
 
 
-def us(problem: DenseProblem, division: Any) -> float:
-    """What the call is to take if all requests are as long as they may be, in microseconds."""
-    return BASE_US[division.heads] + max(PAIR_US * ceil_div(problem.pairs, division.splits), memory_us(problem))
+def work(problem: DenseProblem, division: Any) -> Work:
+    """What takes time in a division, see `work.py`."""
+    return (division.heads,), *clusters(problem, division)
 
 
-def memory_us(problem: DenseProblem) -> float:
-    """What its rows, queries and results take to come and go, in microseconds."""
-    rows, lines = problem.requests * problem.rows, problem.items(max(LINES)) * max(LINES)
-    return (rows * problem.layout.token_bytes + lines * 2 * (problem.layout.d_qk + D_V)) / BYTES_US
+def clusters(problem: DenseProblem, division: Any) -> Counted:
+    """What takes time in clusters, one for each work item."""
+    lines, splits = division.heads, division.splits
+    items = problem.items(lines)
+    names, amounts = split(problem, items * splits, splits, ceil_div(problem.pairs, splits), problem.lines > lines)
+    rounds = rounds_of(items, problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())[splits - 1])
+    return names, tuple(rounds * amount for amount in amounts) if rounds > 1 else amounts
 
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:

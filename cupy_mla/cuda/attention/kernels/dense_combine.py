@@ -15,6 +15,7 @@ from ...structs import Packed
 from ..divide import CUT_COST, HALF_PARTIAL_BYTES, Shares
 from ..problem import DenseProblem
 from . import bf16_sm90, fp8_sm90
+from .work import Counted
 
 CTAS = 2  # of an SM, at most: the next launch waits for them
 LEAST_SPLIT = 1  # pairs of tiles
@@ -58,6 +59,32 @@ def fits(division: Shares) -> bool:
     return 0 <= division.ctas <= MOST_SHARES and division.splits >= 0
 
 
+SHARES = "launch", "items", "pairs", "mean pairs", "partial results", "partial lines"
+
+
+def kind_of(division: Shares) -> str:
+    """What shares are called in `times`."""
+    return "splits" if division.splits > 1 else "shares"
+
+
+def counted(problem: DenseProblem, division: Shares) -> Counted:
+    """What takes time in shares and their merge: items of an SM; pairs of tiles of the longest share, and of an SM in
+    the mean; partial results of an item; what of them all items leave an SM, in items of 64 lines."""
+    items, sms = problem.items(division.heads), problem.gpu.sms
+    ctas = shares_of(problem, division)
+    pairs = ceil_div(problem.pairs, division.splits) if division.splits > 1 else ceil_div(items * problem.pairs, ctas)
+    lines = min(problem.lines, division.heads) / 64
+    return SHARES, (1, items / sms, pairs, items * problem.pairs / sms, max(0.0, ctas / items - 1), ctas * lines / sms)
+
+
+def shares_of(problem: DenseProblem, division: Shares) -> int:
+    """How many shares there are, a CTA each."""
+    items = problem.items(division.heads)
+    if division.splits > 1:
+        return items * division.splits
+    return min(division.ctas or problem.gpu.sms, items * problem.pairs)
+
+
 def in_shares(
     of: Kernel, merge: Kernel, problem: DenseProblem, params: Packed, division: Shares, plan: Plan | None
 ) -> Program:
@@ -71,7 +98,7 @@ def in_shares(
     """
     lines, splits = division.heads, division.num_splits
     items = problem.items(lines)
-    shares = items * splits if splits > 1 else min(division.ctas or problem.gpu.sms, items * problem.pairs)
+    shares = shares_of(problem, division)
     nbytes = (shares if splits > 1 else 2 * shares) * lines * HALF_PARTIAL_BYTES
     memory = Buffer("partial results", shape=(nbytes + SHARE_BYTES * shares,)).ptr
     params = params.replaced(

@@ -15,18 +15,14 @@ from ...program import Buffer, Launch, Plan, Program
 from ...structs import Packed
 from ..divide import HALF_PARTIAL_BYTES, Clusters, Division, Shares, Whole
 from ..problem import DenseProblem
+from ..times import Work
 from . import dense_combine, fp8_sm90
-from .dense_cluster_sm90 import memory_us
+from .dense_cluster_sm90 import clusters
+from .work import whole
 
 LAYOUTS = fp8_sm90.LAYOUTS_OF_FP8  # that the kernel can read
 LINES = (32, 64)  # of a work item: query tokens times heads
 DIVISIONS = {Whole: 0, Clusters: 1, Shares: 6}  # kernels_cu/attention/division/division.cuh
-# In microseconds, by lines: a pair of tiles, and the call beside them. Fitted to the times of every division at 320
-# random sizes on an H100.
-PAIR_US, PLAIN_PAIR_US = {32: 3.0, 64: 4.3}, {32: 2.5, 64: 3.2}  # PLAIN: rows that have no scales of their own
-CLUSTER_US = {32: 7.6, 64: 9.7}
-WHOLE_US, ROUND_US, PLAIN_ROUND_US = 1.0, {32: 4.8, 64: 6.6}, {32: 3.5, 64: 4.8}
-SHARES_US, SHARES_ITEM_US = {32: 14.4, 64: 17.0}, 3.0  # with the merge; an item of each SM
 # Pairs of tiles that a CTA may have of a request that might be alone among short ones.
 MOST_PAIRS = {Whole: 16, Clusters: 8}
 SPILL_BYTES = {V32_NOPE_FP8: 4}  # an address
@@ -89,20 +85,15 @@ def fits(problem: DenseProblem, division: Any) -> bool:
     return bool(division == Whole(division.heads))
 
 
-def us(problem: DenseProblem, division: Any) -> float:
-    """What a division is to take, in microseconds."""
-    lines, sms, plain = division.heads, problem.gpu.sms, problem.layout.scale_of_call
-    items = problem.items(lines)
-    if isinstance(division, Whole):
-        rounds = ceil_div(items, sms)
-        base = WHOLE_US + (PLAIN_ROUND_US if plain else ROUND_US)[lines] * rounds
-        pairs = rounds * problem.pairs
-    elif isinstance(division, Clusters):
-        base, pairs = CLUSTER_US[lines], ceil_div(problem.pairs, division.splits)
-    else:
-        base = SHARES_US[lines] + SHARES_ITEM_US * items / sms
-        pairs = ceil_div(items * problem.pairs, sms)
-    return base + max((PLAIN_PAIR_US if plain else PAIR_US)[lines] * pairs, memory_us(problem))
+def work(problem: DenseProblem, division: Any) -> Work:
+    """What takes time in a division, see `work.py`."""
+    lines = division.heads
+    rows = "plain" if problem.layout.scale_of_call else ""  # those that have no scales of their own
+    if isinstance(division, Shares):
+        return (rows, dense_combine.kind_of(division), lines), *dense_combine.counted(problem, division)
+    if isinstance(division, Clusters):
+        return (rows, "clusters", lines), *clusters(problem, division)
+    return (rows, "whole", lines), *whole(problem, problem.items(lines), problem.pairs, problem.lines > lines)
 
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:

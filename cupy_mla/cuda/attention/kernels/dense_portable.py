@@ -14,6 +14,7 @@ from ...structs import Packed
 from .. import times
 from ..divide import Clusters, Division, Shares, Whole
 from ..problem import DenseProblem, Problem
+from ..times import Work
 from . import combine, portable
 
 INVARIANT_SPLITS = 8  # of each request of a batch-invariant call
@@ -43,9 +44,9 @@ def fits(problem: DenseProblem, division: Any) -> bool:
     return portable.fits(as_sparse(problem, "portable"), division)
 
 
-def us(problem: DenseProblem, division: Any) -> float:
-    """Longer than any kernel that is made for one GPU."""
-    return inf
+def work(problem: DenseProblem, division: Any) -> Work:
+    """More than any kernel that is made for one GPU: how long it takes was not measured."""
+    return (), (), (inf,)
 
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:

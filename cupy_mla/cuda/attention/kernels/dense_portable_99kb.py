@@ -9,6 +9,7 @@ from ...program import Plan, Program
 from ...structs import Packed
 from ..divide import Division
 from ..problem import DenseProblem
+from ..times import Work
 from . import dense_portable, portable
 
 
@@ -27,9 +28,9 @@ def fits(problem: DenseProblem, division: Any) -> bool:
     return dense_portable.fits(problem, division)
 
 
-def us(problem: DenseProblem, division: Any) -> float:
-    """As `dense_portable.us`."""
-    return dense_portable.us(problem, division)
+def work(problem: DenseProblem, division: Any) -> Work:
+    """As `dense_portable.work`."""
+    return dense_portable.work(problem, division)
 
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:

@@ -13,8 +13,9 @@ from ...program import Plan, Program
 from ...structs import Packed
 from ..divide import Division, Shares
 from ..problem import DenseProblem
+from ..times import Work
 from . import bf16_sm90, dense_combine
-from .dense_cluster_sm90 import LAYOUTS, PAIR_US, memory_us
+from .dense_cluster_sm90 import LAYOUTS
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
 UNEVEN_ITEM_COST = 8  # what an item costs beside its rows, in eighths of a pair of tiles
@@ -49,12 +50,9 @@ def fits(problem: DenseProblem, division: Any) -> bool:
     return division.heads == LINES and dense_combine.fits(division)
 
 
-def us(problem: DenseProblem, division: Any) -> float:
-    """What the call is to take if all requests are as long as they may be, in microseconds."""
-    items, sms = problem.items(LINES), problem.gpu.sms
-    pairs = items * problem.pairs
-    compute = PAIR_US * pairs / min(sms, pairs)
-    return 14.0 + 6.5 * min(1.0, problem.lines / LINES) + 1.5 * items / sms + max(compute, memory_us(problem))
+def work(problem: DenseProblem, division: Any) -> Work:
+    """What takes time in a division, see `dense_combine.counted`."""
+    return (dense_combine.kind_of(division),), *dense_combine.counted(problem, division)
 
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:

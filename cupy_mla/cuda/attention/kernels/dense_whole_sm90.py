@@ -9,13 +9,14 @@ from typing import Any
 from ....layouts import Layout
 from ... import structs
 from ...kernel import Kernel
-from ...paging import ceil_div
 from ...program import Launch, Plan, Program
 from ...structs import Packed
 from ..divide import Division, Whole
 from ..problem import DenseProblem
+from ..times import Work
 from . import bf16_sm90
-from .dense_cluster_sm90 import LAYOUTS, PAIR_US, memory_us
+from .dense_cluster_sm90 import LAYOUTS
+from .work import whole
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
 SPILL_BYTES = 4  # once a work item
@@ -54,10 +55,9 @@ def fits(problem: DenseProblem, division: Any) -> bool:
     return bool(division == Whole(LINES))
 
 
-def us(problem: DenseProblem, division: Any) -> float:
-    """What the call is to take if all requests are as long as they may be, in microseconds."""
-    rounds = ceil_div(problem.items(LINES), problem.gpu.sms)
-    return 6.5 + 3.0 * rounds + max(PAIR_US * rounds * problem.pairs, memory_us(problem))
+def work(problem: DenseProblem, division: Any) -> Work:
+    """What takes time in a division, see `work.py`."""
+    return ("whole",), *whole(problem, problem.items(LINES), problem.pairs, problem.lines > LINES)
 
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
