@@ -2,11 +2,12 @@
 
 python benchmarks/fit_times.py [h200 | h100 | ...]
 
-Writes cupy_mla/cuda/attention/times/<gpu>.py from candidates.json (`benchmarks/candidates.py`) in the folder of the
-GPU's records: for each kernel and kind of work a time for each amount, none negative. It begins with those of the least
-squares of relative errors, candidates near the fastest of their call counting most; then it goes down the gradient of
-what is to be small: how much slower the chosen candidate is than the fastest one. Where a choice is still slower by
-more than `EXCEPTION`, a row says how much less time the fastest takes for that call.
+Writes cupy_mla/cuda/attention/times/<gpu>.py from what candidates.py and dense_candidates.py have written into the
+folder of the GPU's records: for each kernel and kind of work a time for each amount, none negative. It begins with
+those of the least squares of relative errors, candidates near the fastest of their call counting most; then it goes
+down the gradient of what is to be small: how much slower the chosen candidate is than the fastest one. Where a choice
+of sparse attention is still slower by more than `EXCEPTION`, a row says how much less time the fastest takes for that
+call.
 
 What was measured on the other GPU alone, a kernel or all of a GPU without such a record, has the times of that one,
 scaled by the GPU's other records.
@@ -22,12 +23,13 @@ from typing import Any
 import numpy as np
 from recorded import FOLDERS, Measured, candidates, kernels_of, other_records
 
-from cupy_mla.cuda.attention.choose import KERNELS
+from cupy_mla.cuda.attention.problem import DenseProblem
 from cupy_mla.cuda.attention.times import size_of, text_of
 
 TIMES = Path(__file__).resolve().parent.parent / "cupy_mla" / "cuda" / "attention" / "times"
 EXCEPTION = 0.04  # slower than the fastest, from which on a call is an exception
 NEAR = 3  # the power of (fastest / candidate) that a candidate's error counts with
+RECORDS = "candidates", "dense_candidates"
 STEPS, RATE = 2500, 0.01  # of the descent, on logarithms
 SOFTNESS = 0.02  # relative difference of times at which the faster candidate is taken as often as not
 HONESTY = 0.1  # weight of the times' own errors in the descent
@@ -150,7 +152,9 @@ def fit(rows: list[Measured]) -> tuple[Fitted, Exceptions]:
     for number, row in enumerate(rows):
         here = np.flatnonzero((data.call == number) & data.offered)
         taken, best = chosen[number], here[np.argmin(data.us[here])]
-        if data.us[taken] > (1 + EXCEPTION) * data.us[best] and row.kind != "large prefill":  # there lists decide
+        if isinstance(row.problem, DenseProblem) or row.kind == "large prefill":  # lengths and lists decide
+            continue
+        if data.us[taken] > (1 + EXCEPTION) * data.us[best]:
             kernel, division = data.ways[best]
             factor = data.us[best] / data.us[taken] * times[taken] / times[best]
             exceptions.setdefault(size_of(row.problem), {})[f"{kernel} {division}"] = float(f"{factor:.3g}")
@@ -166,9 +170,9 @@ def scaled(fitted: Fitted, name: str) -> Fitted:
     are those of memory, and all others. Rows of prefills come from L2, and cards of one kind do not differ there."""
     shares: dict[str, list[tuple[float, float, float]]] = {}
     for problem, kernel, division, us in other_records(name):
-        words, of_work, amounts = KERNELS[kernel].work(problem, division)
+        words, of_work, amounts = kernels_of(problem)[kernel].work(problem, division)
         known = fitted.get(kernel, {}).get(text_of(words))
-        if known is not None and not problem.prefill:
+        if known is not None and (isinstance(problem, DenseProblem) or not problem.prefill):
             each = {n: amount * known.get(n, 0.0) for n, amount in zip(of_work, amounts, strict=True)}
             load = sum(value for n, value in each.items() if at_load(n))
             shares.setdefault(kernel, []).append((load, sum(each.values()) - load, us))
@@ -211,17 +215,24 @@ def write(name: str, source: str, fitted: Fitted, exceptions: Exceptions) -> Non
 
 
 def main() -> None:
-    rows = {name: list(candidates(name)) for name in FOLDERS}
-    fits = {name: fit(of) for name, of in rows.items() if of}
+    fits: dict[str, tuple[Fitted, Exceptions]] = {}
+    for name in FOLDERS:
+        fitted: Fitted = {}
+        exceptions: Exceptions = {}
+        for rows in filter(None, (list(candidates(name, record)) for record in RECORDS)):
+            of_record, more = fit(rows)
+            fitted, exceptions = {**fitted, **of_record}, {**exceptions, **more}
+        if fitted:
+            fits[name] = fitted, exceptions
     for name in sys.argv[1:] or FOLDERS:
         fitted, exceptions = fits.get(name, ({}, {}))
-        source = f"{name}'s candidates.json" if fitted else ""
+        source = f"{name}'s candidates" if fitted else ""
         for other in (other for other in fits if other != name):
-            more = missing(fitted, fits[other][0])
-            if more:
-                which = f"{', '.join(sorted(more))} from " if fitted else ""
+            lacked = missing(fitted, fits[other][0])
+            if lacked:
+                which = f"{', '.join(sorted(lacked))} from " if fitted else ""
                 source += f"{'; ' * bool(source)}{which}{other}'s, scaled to the records of {name}"
-            for kernel, kinds in scaled(more, name).items():
+            for kernel, kinds in scaled(lacked, name).items():
                 fitted[kernel] = {**fitted.get(kernel, {}), **kinds}
         write(name, source, dict(sorted(fitted.items())), exceptions)
 

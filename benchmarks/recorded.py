@@ -114,29 +114,42 @@ def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     yield from found.values()
 
 
-OTHERS = ("decode_batches", "small_prefill", "sparse_decode", "sparse_prefill", "portable")
+OTHERS = (
+    "decode_batches", "small_prefill", "sparse_decode", "sparse_prefill", "portable", "dense_decode", "dense_fp8"
+)  # fmt: skip
 
 
-def other_records(name: str) -> Iterator[tuple[Problem, str, Division, float]]:
+def other_records(name: str) -> Iterator[tuple[Problem | DenseProblem, str, Division, float]]:
     """Calls of a GPU's other records, each with the one kernel and division that was measured, in microseconds."""
     # Both cards have as many SMs, and run as many clusters.
     gpu = replace(gpu_of(json.loads((FOLDERS["h100"] / "candidates.json").read_text())), name=name.upper())
     for path in (FOLDERS[name] / f"{record}.json" for record in OTHERS):
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
-            if "valid" not in row and "way" in row:  # short lists: nobody knows before
+            known = "valid" not in row and "drawn" not in row["case"]  # else rows are fewer than the call says
+            if known and "way" in row:
                 yield named_problem(gpu, row["case"]), *way_of(row["way"]), row["ours_us"]
 
 
 def chosen_way(gpu: Gpu, row: dict[str, Any]) -> str:
-    """The kernel and division that the package chooses on a GPU for the call of a row of sparse attention."""
-    kernel = {163: "portable", 99: "portable_99kb"}.get(row.get("shape", 0), "")
-    chosen = choose(named_problem(gpu, row["case"])._replace(kernel=kernel))
+    """The kernel and division that the package chooses on a GPU for the call of a row."""
+    problem = named_problem(gpu, row["case"])
+    if isinstance(problem, DenseProblem):
+        chosen = dense.choose_dense(problem)
+    else:
+        kernel = {163: "portable", 99: "portable_99kb"}.get(row.get("shape", 0), "")
+        chosen = choose(problem._replace(kernel=kernel))
     return f"{chosen.kernel} {chosen.division}"
 
 
-def named_problem(gpu: Gpu, case: str) -> Problem:
+# What a row's name begins with, and the kind of its call.
+DENSE_NAMES = {"dense": "dense bf16", "v32_fp8": "dense V32", "plain_fp8": "dense plain"}
+
+
+def named_problem(gpu: Gpu, case: str) -> Problem | DenseProblem:
     """The call that a row's name says."""
     first, n = case.split()[0], numbers(case)
+    if first in DENSE_NAMES:
+        return dense_problem_of(gpu, {**n, "kind": DENSE_NAMES[first]})
     if first in ("prefill", "small", "causal"):
         layout = BF16_576 if n.get("d", n.get("d_qk")) == 576 else BF16_512
         return Problem(gpu, layout, True, n["h"], n["s_q"], n["topk"], uneven=case.endswith("lengths"))
