@@ -19,7 +19,6 @@ from .dense_cluster_sm90 import LAYOUTS
 from .work import whole
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
-SPILL_BYTES = 4  # once a work item
 MOST_PAIRS = 16  # of tiles: a longer request might be alone among short ones
 
 
@@ -28,7 +27,7 @@ def kernel(layout: Layout) -> Kernel:
     """The kernel for rows of one width."""
     return Kernel(
         "attention/dense_whole_sm90.cu", structs.DENSE, bf16_sm90.defines(layout), archs=("90a",), target="90a",
-        overlaps=True, spill_bytes=SPILL_BYTES,
+        overlaps=True,
     )  # fmt: skip
 
 
