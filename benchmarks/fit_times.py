@@ -30,6 +30,8 @@ TIMES = Path(__file__).resolve().parent.parent / "cupy_mla" / "cuda" / "attentio
 EXCEPTION = 0.04  # slower than the fastest, from which on a call is an exception
 NEAR = 3  # the power of (fastest / candidate) that a candidate's error counts with
 RECORDS = "candidates", "dense_candidates"
+# Kernels of which a record has few rows each: they are scaled alike.
+TOGETHER = dict.fromkeys(("dense_cluster_sm90", "dense_whole_sm90", "dense_sm90"), "dense kernels of 16-bit rows")
 STEPS, RATE = 2500, 0.01  # of the descent, on logarithms
 SOFTNESS = 0.02  # relative difference of times at which the faster candidate is taken as often as not
 HONESTY = 0.1  # weight of the times' own errors in the descent
@@ -166,8 +168,9 @@ def fit(rows: list[Measured]) -> tuple[Fitted, Exceptions]:
 
 
 def scaled(fitted: Fitted, name: str) -> Fitted:
-    """Times of another GPU, those of decode scaled to the records of this one: for each kernel the times at load, which
-    are those of memory, and all others. Rows of prefills come from L2, and cards of one kind do not differ there."""
+    """Times of another GPU, those of decode scaled to the records of this one: for each kernel, or all of TOGETHER, the
+    times at load, which are those of memory, and all others. Rows of prefills come from L2, and cards of one kind do
+    not differ there."""
     shares: dict[str, list[tuple[float, float, float]]] = {}
     for problem, kernel, division, us in other_records(name):
         words, of_work, amounts = kernels_of(problem)[kernel].work(problem, division)
@@ -175,7 +178,7 @@ def scaled(fitted: Fitted, name: str) -> Fitted:
         if known is not None and (isinstance(problem, DenseProblem) or not problem.prefill):
             each = {n: amount * known.get(n, 0.0) for n, amount in zip(of_work, amounts, strict=True)}
             load = sum(value for n, value in each.items() if at_load(n))
-            shares.setdefault(kernel, []).append((load, sum(each.values()) - load, us))
+            shares.setdefault(TOGETHER.get(kernel, kernel), []).append((load, sum(each.values()) - load, us))
     scales: dict[str, Any] = {}
     for kernel, found in shares.items():
         a = np.array(found)
@@ -183,7 +186,7 @@ def scaled(fitted: Fitted, name: str) -> Fitted:
         print(f"{name} {kernel}, {len(a)} rows: at load {load:.2f}, all else {other:.2f} of the other GPU's")
 
     def times(kernel: str, kind: str, each: dict[str, float]) -> dict[str, float]:
-        load, other = (1.0, 1.0) if "prefill" in kind else scales.get(kernel, (1.0, 1.0))
+        load, other = (1.0, 1.0) if "prefill" in kind else scales.get(TOGETHER.get(kernel, kernel), (1.0, 1.0))
         return {n: float(f"{value * (load if at_load(n) else other):.4g}") for n, value in each.items()}
 
     return {k: {kind: times(k, kind, each) for kind, each in kinds.items()} for k, kinds in fitted.items()}

@@ -129,7 +129,9 @@ def test_choices_beside_the_rules_of_the_record(name):
 
 
 # Of the time that is expected, the middle half of a kernel's rows are within this.
-CLOSE = {"h200": 0.15, "h100": 0.15}
+CLOSE = 0.15
+# Dense attention's are fitted to equal and to drawn lengths, of which only the first are compared.
+DENSE_CLOSE = 0.35
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -142,4 +144,5 @@ def test_times_are_those_of_other_records(name):
             errors.setdefault(kernel, []).append(abs(expected / us - 1))
     assert len(errors) >= 6
     for kernel, found in errors.items():
-        assert median(found) < CLOSE[name], (kernel, median(found))
+        close = DENSE_CLOSE if kernel.startswith("dense") else CLOSE
+        assert median(found) < close, (kernel, median(found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -50,15 +50,22 @@ def serves(problem: DenseProblem) -> bool:
 
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
-    """The largest clusters that all run at a time and of which each CTA may have a pair of tiles, but two."""
-    lines = next((n for n in LINES if problem.lines <= n), max(LINES))
+    """Of each number of lines the largest clusters that all run at a time."""
+    yield from (division for lines in LINES for division in largest(problem, lines, LINES))
+
+
+def largest(problem: DenseProblem, lines: int, of: Sequence[int]) -> list[Clusters]:
+    """The largest clusters, of work items of so many lines, that all run at a time and of which each CTA may have a
+    pair of tiles, but two. None where a smaller number `of` these has less padding, or a CTA may have too many pairs.
+    """
+    asks, forced = problem.asks or problem.num_splits, problem.division != ""
+    if lines > min(of) and problem.lines <= lines // 2 and not forced:
+        return []
     at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
-    asked, items = problem.num_splits or MAX_CLUSTER, problem.items(lines)
-    fitting = [n for n in range(2, 1 + min(asked, MAX_CLUSTER)) if items <= at_once[n - 1]]
-    cluster = min(fitting[-1], max(2, problem.pairs)) if fitting else 2 if problem.division else 1
-    asks = problem.asks or problem.num_splits
-    if cluster > 1 and (ceil_div(problem.pairs, cluster) <= MOST_PAIRS or asks):
-        yield Clusters(lines, cluster, cluster)
+    most, items = min(problem.num_splits or MAX_CLUSTER, MAX_CLUSTER, max(2, problem.pairs)), problem.items(lines)
+    n = max((n for n in range(2, 1 + most) if items <= at_once[n - 1]), default=2 if forced else 1)
+    few = ceil_div(problem.pairs, n) <= MOST_PAIRS
+    return [Clusters(lines, n, n)] if n > 1 and (few or asks) else []
 
 
 def fits(problem: DenseProblem, division: Any) -> bool:

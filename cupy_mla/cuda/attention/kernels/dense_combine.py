@@ -12,13 +12,14 @@ from ...kernel import Kernel
 from ...paging import ceil_div
 from ...program import PLAN_BYTES, Buffer, Launch, Plan, PlanField, Program
 from ...structs import Packed
-from ..divide import CUT_COST, HALF_PARTIAL_BYTES, Shares
+from ..divide import CUT_COST, HALF_PARTIAL_BYTES, Shares, split_numbers
 from ..problem import DenseProblem
 from . import bf16_sm90, fp8_sm90
 from .work import Counted
 
 CTAS = 2  # of an SM, at most: the next launch waits for them
 LEAST_SPLIT = 1  # pairs of tiles
+MOST_PAIRS = 16  # of tiles, of an equal split: a request that has more might be alone among short ones
 INVARIANT_SPLITS = 8  # of each request in a batch-invariant call
 MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
 SHARE_BYTES = 16  # of a share in memory
@@ -52,6 +53,16 @@ def kernels() -> Iterator[Kernel]:
     yield kernel(half=True)
     for lines in fp8_sm90.HEADS:
         yield kernel(lines, fp8=True)
+
+
+def candidates(problem: DenseProblem, lines: int) -> Iterator[Shares]:
+    """Shares of all rows, and the most equal splits of each item that all run at a time; or what is asked for."""
+    asked = problem.num_splits or (INVARIANT_SPLITS if problem.batch_invariant else 0)
+    yield Shares(lines, asked if asked > 1 else 0)
+    splits = [] if asked else split_numbers(problem.pairs, problem.gpu.sms // problem.items(lines))[-1:]
+    for n in splits:
+        if problem.requests == 1 or ceil_div(problem.pairs, n) <= MOST_PAIRS or problem.asks:
+            yield Shares(lines, n)
 
 
 def fits(division: Shares) -> bool:

@@ -10,21 +10,19 @@ from ....layouts import V32_NOPE_FP8, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
-from ...paging import ceil_div
 from ...program import Buffer, Launch, Plan, Program
 from ...structs import Packed
 from ..divide import HALF_PARTIAL_BYTES, Clusters, Division, Shares, Whole
 from ..problem import DenseProblem
 from ..times import Work
 from . import dense_combine, fp8_sm90
-from .dense_cluster_sm90 import clusters
+from .dense_cluster_sm90 import clusters, largest
 from .work import whole
 
 LAYOUTS = fp8_sm90.LAYOUTS_OF_FP8  # that the kernel can read
 LINES = (32, 64)  # of a work item: query tokens times heads
 DIVISIONS = {Whole: 0, Clusters: 1, Shares: 6}  # kernels_cu/attention/division/division.cuh
-# Pairs of tiles that a CTA may have of a request that might be alone among short ones.
-MOST_PAIRS = {Whole: 16, Clusters: 8}
+MOST_PAIRS = 16  # of tiles of a whole request: it might be alone among short ones
 SPILL_BYTES = {V32_NOPE_FP8: 4}  # an address
 
 
@@ -54,24 +52,16 @@ def serves(problem: DenseProblem) -> bool:
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
     """All that may be the fastest."""
-    asks = problem.asks
     few = [lines for lines in LINES if problem.lines <= lines]
     if problem.batch_invariant:  # nothing depends on what else is in the batch
-        yield Shares((*few, max(LINES))[0], problem.num_splits or dense_combine.INVARIANT_SPLITS)
+        yield from dense_combine.candidates(problem, (*few, max(LINES))[0])
         return
-    at_once = problem.gpu.clusters_at_once(fp8_sm90.cluster_kernel())
     for lines in LINES if problem.lines > min(LINES) else LINES[:1]:
-        items = problem.items(lines)
-        yield Shares(lines, problem.num_splits if problem.num_splits > 1 else 0)
-        if problem.num_splits <= 1 and (asks or problem.num_splits or problem.pairs <= MOST_PAIRS[Whole]):
+        yield from dense_combine.candidates(problem, lines)
+        if problem.num_splits <= 1 and (problem.asks or problem.num_splits or problem.pairs <= MOST_PAIRS):
             yield Whole(lines)
-        most = min(problem.num_splits or MAX_CLUSTER, MAX_CLUSTER, max(2, problem.pairs))
-        fitting = [n for n in range(2, 1 + most) if items <= at_once[n - 1]]
-        short = fitting and ceil_div(problem.pairs, fitting[-1]) <= MOST_PAIRS[Clusters]
-        if fitting and (short or asks or problem.num_splits):
-            yield Clusters(lines, fitting[-1], fitting[-1])
-        elif problem.division:
-            yield Clusters(lines, 2, 2)
+        if problem.num_splits != 1:
+            yield from largest(problem, lines, LINES)
 
 
 def fits(problem: DenseProblem, division: Any) -> bool:

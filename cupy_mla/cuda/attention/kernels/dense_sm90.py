@@ -11,7 +11,7 @@ from ... import structs
 from ...kernel import Kernel
 from ...program import Plan, Program
 from ...structs import Packed
-from ..divide import Division, Shares
+from ..divide import Division
 from ..problem import DenseProblem
 from ..times import Work
 from . import bf16_sm90, dense_combine
@@ -40,9 +40,8 @@ def serves(problem: DenseProblem) -> bool:
 
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
-    """Equal shares of all rows, or of each item's where that is asked for."""
-    invariant = dense_combine.INVARIANT_SPLITS if problem.batch_invariant else 0
-    yield Shares(LINES, problem.num_splits or invariant)
+    """Equal shares of all rows, or of each item's."""
+    yield from dense_combine.candidates(problem, LINES)
 
 
 def fits(problem: DenseProblem, division: Any) -> bool:

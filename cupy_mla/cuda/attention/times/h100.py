@@ -1,4 +1,4 @@
-"""What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from h100's candidates.json; bf16_grouped_sm90, fp8_short_sm90 from h200's, scaled to the records of h100."""
+"""What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from h100's candidates; bf16_grouped_sm90, dense_cluster_sm90, dense_fp8_sm90, dense_sm90, dense_whole_sm90, fp8_short_sm90 from h200's, scaled to the records of h100."""
 
 # fmt: off
 # ruff: noqa: E501
@@ -77,34 +77,34 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "whole uneven": {"items": 8.253, "launch": 0.05442, "load": 1.684, "mean pairs": 0.7647, "pairs": 2.76, "pairs at load": 0.8853},
     },
     "dense_cluster_sm90": {
-        "16": {"launch": 7.0, "pairs": 3.5},
-        "32": {"launch": 8.0, "pairs": 3.5},
-        "64": {"launch": 10.2, "pairs": 3.5},
-    },
-    "dense_whole_sm90": {
-        "whole": {"launch": 6.5, "items": 3.0, "pairs": 3.5, "pairs of later rounds": 3.5},
-    },
-    "dense_sm90": {
-        "shares": {"launch": 14.0, "items": 1.5, "pairs": 2.0, "mean pairs": 2.0, "partial lines": 3.0},
-        "splits": {"launch": 14.0, "items": 1.5, "pairs": 2.0, "mean pairs": 2.0, "partial lines": 3.0},
+        "16": {"launch": 7.845, "pairs": 2.617, "pairs at load": 2.461, "shared pairs at load": 2.054},
+        "32": {"launch": 9.289, "pairs": 2.389, "pairs at load": 3.088, "shared pairs at load": 1.834},
+        "64": {"launch": 10.54, "load": 0.07669, "pairs": 2.709, "pairs at load": 3.595, "shared pairs at load": 1.878},
     },
     "dense_fp8_sm90": {
-        "clusters 32": {"launch": 7.6, "pairs": 3.0},
-        "whole 32": {"launch": 1.0, "items": 5.0, "pairs": 3.0, "pairs of later rounds": 3.0},
-        "shares 32": {"launch": 14.4, "items": 3.0, "pairs": 3.0},
-        "splits 32": {"launch": 14.4, "items": 3.0, "pairs": 3.0},
-        "clusters 64": {"launch": 9.7, "pairs": 4.0},
-        "whole 64": {"launch": 1.0, "items": 5.0, "pairs": 4.0, "pairs of later rounds": 4.0},
-        "shares 64": {"launch": 17.0, "items": 3.0, "pairs": 4.0},
-        "splits 64": {"launch": 17.0, "items": 3.0, "pairs": 4.0},
-        "plain clusters 32": {"launch": 7.6, "pairs": 3.0},
-        "plain whole 32": {"launch": 1.0, "items": 5.0, "pairs": 3.0, "pairs of later rounds": 3.0},
-        "plain shares 32": {"launch": 14.4, "items": 3.0, "pairs": 3.0},
-        "plain splits 32": {"launch": 14.4, "items": 3.0, "pairs": 3.0},
-        "plain clusters 64": {"launch": 9.7, "pairs": 4.0},
-        "plain whole 64": {"launch": 1.0, "items": 5.0, "pairs": 4.0, "pairs of later rounds": 4.0},
-        "plain shares 64": {"launch": 17.0, "items": 3.0, "pairs": 4.0},
-        "plain splits 64": {"launch": 17.0, "items": 3.0, "pairs": 4.0},
+        "clusters 32": {"launch": 8.964, "pairs": 2.908, "pairs at load": 1.163, "shared pairs at load": 0.8496},
+        "clusters 64": {"launch": 13.36, "load": 0.005822, "pairs": 3.719, "pairs at load": 0.004093, "shared pairs at load": 0.739, "splits": 0.0003464},
+        "plain clusters 32": {"launch": 9.226, "pairs": 2.661, "pairs at load": 0.01778, "shared pairs at load": 0.4138},
+        "plain clusters 64": {"launch": 13.61, "pairs": 2.775, "pairs at load": 2.11, "shared pairs at load": 0.9706, "splits": 0.0007216},
+        "plain shares 32": {"items": 4.871, "launch": 12.35, "mean pairs": 0.05475, "pairs": 2.122, "partial lines": 12.86, "partial results": 0.07799},
+        "plain shares 64": {"items": 6.856, "launch": 19.25, "mean pairs": 0.5252, "pairs": 2.356, "partial lines": 3.728},
+        "plain splits 32": {"items": 9.925, "launch": 13.32, "mean pairs": 1.401, "pairs": 1.998, "partial lines": 1.986},
+        "plain splits 64": {"items": 0.04019, "launch": 13.79, "mean pairs": 0.2229, "pairs": 4.008, "partial lines": 5.148},
+        "plain whole 32": {"items": 7.363, "launch": 0.3212, "mean pairs": 2.053, "pairs": 1.793, "pairs at load": 0.1529},
+        "plain whole 64": {"items": 6.021, "launch": 8.363, "mean pairs": 3.774, "pairs": 0.6455, "pairs at load": 0.01722},
+        "shares 32": {"items": 4.971, "launch": 13.2, "mean pairs": 0.1985, "pairs": 2.547, "partial lines": 8.423, "partial results": 0.09517},
+        "shares 64": {"items": 13.43, "launch": 16.79, "pairs": 3.347, "partial lines": 7.194, "partial results": 0.01813},
+        "splits 32": {"items": 14.03, "launch": 13.86, "mean pairs": 1.318, "pairs": 2.192, "partial lines": 0.9076},
+        "splits 64": {"items": 0.01617, "launch": 15.13, "mean pairs": 0.943, "pairs": 3.763, "partial lines": 5.47},
+        "whole 32": {"items": 4.741, "launch": 3.046, "mean pairs": 1.797, "pairs": 2.651, "pairs at load": 0.1174, "pairs of later rounds": 1.066},
+        "whole 64": {"items": 7.36, "launch": 3.671, "load": 0.1078, "mean pairs": 1.917, "pairs": 4.102, "pairs at load": 0.0007274, "pairs of later rounds": 2.385},
+    },
+    "dense_sm90": {
+        "shares": {"items": 4.569, "launch": 12.28, "mean pairs": 1.899, "pairs": 2.096, "partial lines": 10.49, "partial results": 0.04047},
+        "splits": {"items": 8.029, "launch": 11.34, "mean pairs": 2.037, "pairs": 2.509, "partial lines": 7.941},
+    },
+    "dense_whole_sm90": {
+        "whole": {"items": 3.053, "launch": 3.221, "load": 1.883, "mean pairs": 3.086, "pairs": 3.196, "pairs at load": 1.554, "pairs of later rounds": 2.133},
     },
     "few_heads_sm90": {
         "bf16 clusters 16": {"combine": 0.6249, "launch": 6.9, "load": 0.3253, "mean": 3.07, "mean tiles": 1.642, "merges": 0.5769, "results": 0.7367, "shared mean tiles": 0.482, "shared tiles at load": 0.1848, "tiles": 1.109},

@@ -1,4 +1,4 @@
-"""What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from h200's candidates.json; portable, portable_99kb from h100's, scaled to the records of h200."""
+"""What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from h200's candidates; portable, portable_99kb from h100's, scaled to the records of h200."""
 
 # fmt: off
 # ruff: noqa: E501
@@ -77,34 +77,34 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "whole uneven": {"items": 7.587, "launch": 1.308, "load": 2.023, "mean pairs": 0.3875, "pairs": 2.993, "shared pairs at load": 0.02394},
     },
     "dense_cluster_sm90": {
-        "16": {"launch": 7.0, "pairs": 3.5},
-        "32": {"launch": 8.0, "pairs": 3.5},
-        "64": {"launch": 10.2, "pairs": 3.5},
-    },
-    "dense_whole_sm90": {
-        "whole": {"launch": 6.5, "items": 3.0, "pairs": 3.5, "pairs of later rounds": 3.5},
-    },
-    "dense_sm90": {
-        "shares": {"launch": 14.0, "items": 1.5, "pairs": 2.0, "mean pairs": 2.0, "partial lines": 3.0},
-        "splits": {"launch": 14.0, "items": 1.5, "pairs": 2.0, "mean pairs": 2.0, "partial lines": 3.0},
+        "16": {"launch": 7.465, "pairs": 2.49, "pairs at load": 1.276, "shared pairs at load": 1.065},
+        "32": {"launch": 8.839, "pairs": 2.273, "pairs at load": 1.601, "shared pairs at load": 0.9506},
+        "64": {"launch": 10.03, "load": 0.03976, "pairs": 2.578, "pairs at load": 1.864, "shared pairs at load": 0.9739},
     },
     "dense_fp8_sm90": {
-        "clusters 32": {"launch": 7.6, "pairs": 3.0},
-        "whole 32": {"launch": 1.0, "items": 5.0, "pairs": 3.0, "pairs of later rounds": 3.0},
-        "shares 32": {"launch": 14.4, "items": 3.0, "pairs": 3.0},
-        "splits 32": {"launch": 14.4, "items": 3.0, "pairs": 3.0},
-        "clusters 64": {"launch": 9.7, "pairs": 4.0},
-        "whole 64": {"launch": 1.0, "items": 5.0, "pairs": 4.0, "pairs of later rounds": 4.0},
-        "shares 64": {"launch": 17.0, "items": 3.0, "pairs": 4.0},
-        "splits 64": {"launch": 17.0, "items": 3.0, "pairs": 4.0},
-        "plain clusters 32": {"launch": 7.6, "pairs": 3.0},
-        "plain whole 32": {"launch": 1.0, "items": 5.0, "pairs": 3.0, "pairs of later rounds": 3.0},
-        "plain shares 32": {"launch": 14.4, "items": 3.0, "pairs": 3.0},
-        "plain splits 32": {"launch": 14.4, "items": 3.0, "pairs": 3.0},
-        "plain clusters 64": {"launch": 9.7, "pairs": 4.0},
-        "plain whole 64": {"launch": 1.0, "items": 5.0, "pairs": 4.0, "pairs of later rounds": 4.0},
-        "plain shares 64": {"launch": 17.0, "items": 3.0, "pairs": 4.0},
-        "plain splits 64": {"launch": 17.0, "items": 3.0, "pairs": 4.0},
+        "clusters 32": {"launch": 7.24, "pairs": 2.349, "pairs at load": 0.9568, "shared pairs at load": 0.699},
+        "clusters 64": {"launch": 10.79, "load": 0.00479, "pairs": 3.004, "pairs at load": 0.003367, "shared pairs at load": 0.608, "splits": 0.0002798},
+        "plain clusters 32": {"launch": 7.451, "pairs": 2.149, "pairs at load": 0.01463, "shared pairs at load": 0.3404},
+        "plain clusters 64": {"launch": 10.99, "pairs": 2.241, "pairs at load": 1.736, "shared pairs at load": 0.7985, "splits": 0.0005828},
+        "plain shares 32": {"items": 3.934, "launch": 9.974, "mean pairs": 0.04504, "pairs": 1.714, "partial lines": 10.39, "partial results": 0.06299},
+        "plain shares 64": {"items": 5.537, "launch": 15.55, "mean pairs": 0.4321, "pairs": 1.903, "partial lines": 3.011},
+        "plain splits 32": {"items": 8.016, "launch": 10.76, "mean pairs": 1.153, "pairs": 1.614, "partial lines": 1.604},
+        "plain splits 64": {"items": 0.03246, "launch": 11.14, "mean pairs": 0.1834, "pairs": 3.237, "partial lines": 4.158},
+        "plain whole 32": {"items": 5.947, "launch": 0.2594, "mean pairs": 1.689, "pairs": 1.448, "pairs at load": 0.1258},
+        "plain whole 64": {"items": 4.863, "launch": 6.754, "mean pairs": 3.105, "pairs": 0.5213, "pairs at load": 0.01417},
+        "shares 32": {"items": 4.015, "launch": 10.66, "mean pairs": 0.1633, "pairs": 2.057, "partial lines": 6.803, "partial results": 0.07686},
+        "shares 64": {"items": 10.85, "launch": 13.56, "pairs": 2.703, "partial lines": 5.81, "partial results": 0.01464},
+        "splits 32": {"items": 11.33, "launch": 11.19, "mean pairs": 1.084, "pairs": 1.77, "partial lines": 0.733},
+        "splits 64": {"items": 0.01306, "launch": 12.22, "mean pairs": 0.7758, "pairs": 3.039, "partial lines": 4.418},
+        "whole 32": {"items": 3.829, "launch": 2.46, "mean pairs": 1.478, "pairs": 2.141, "pairs at load": 0.09658, "pairs of later rounds": 0.861},
+        "whole 64": {"items": 5.944, "launch": 2.965, "load": 0.08872, "mean pairs": 1.577, "pairs": 3.313, "pairs at load": 0.0005984, "pairs of later rounds": 1.926},
+    },
+    "dense_sm90": {
+        "shares": {"items": 4.347, "launch": 11.68, "mean pairs": 0.9844, "pairs": 1.994, "partial lines": 9.977, "partial results": 0.03851},
+        "splits": {"items": 7.64, "launch": 10.79, "mean pairs": 1.056, "pairs": 2.387, "partial lines": 7.556},
+    },
+    "dense_whole_sm90": {
+        "whole": {"items": 2.905, "launch": 3.065, "load": 0.9762, "mean pairs": 1.6, "pairs": 3.041, "pairs at load": 0.8057, "pairs of later rounds": 2.03},
     },
     "few_heads_sm90": {
         "bf16 clusters 16": {"combine": 0.5822, "launch": 6.982, "load": 0.06482, "mean": 1.113, "mean tiles": 1.137, "merges": 1.221, "results": 1.596, "shared mean tiles": 0.5876, "tiles": 1.128},
