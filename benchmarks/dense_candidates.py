@@ -24,7 +24,7 @@ from recorded import dense_problem_of
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention.dense import choose_dense
 from cupy_mla.cuda.attention.divide import Clusters, Shares, Whole, split_numbers
-from cupy_mla.cuda.attention.kernels import bf16_cluster_sm90, dense_cluster_sm90, dense_fp8_sm90, dense_sm90
+from cupy_mla.cuda.attention.kernels import bf16_cluster_sm90, dense_cluster_sm90, dense_fp8_sm90
 from cupy_mla.cuda.attention.problem import DenseProblem
 from cupy_mla.cuda.driver import MAX_CLUSTER
 
@@ -58,10 +58,11 @@ def ways(rng: random.Random, p: DenseProblem) -> Iterator[Way]:
             most = sum(items <= at for at in at_once[: max(2, min(p.pairs, MAX_CLUSTER))])
             found = [n for n in {*split_numbers(p.pairs, most), most} if n > 1 and p.pairs <= MOST_PAIRS * n]
             yield from ((of_clusters, Clusters(lines, n, n)) for n in some(rng, sorted(found), 4))
-        if padded if quantized else lines != dense_sm90.LINES:
-            continue
-        if p.pairs <= MOST_PAIRS:
+        largest = lines == max(numbers)
+        if p.pairs <= MOST_PAIRS and (not padded or (largest and not quantized)):
             yield of_whole, Whole(lines)
+        if padded if quantized else not largest:
+            continue
         yield of_shares, Shares(lines)
         fewer = [round(part * sms) for part in SHARES if part * sms <= items * p.pairs <= 8 * sms]
         yield from ((of_shares, Shares(lines, ctas=n)) for n in rng.sample(fewer, min(2, len(fewer))))

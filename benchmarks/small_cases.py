@@ -249,6 +249,7 @@ def divisions_of(heads: int) -> tuple[Division, ...]:
 
 DENSE_SPLITS = {"dense_cluster_sm90": (None, 3), "dense_whole_sm90": (None, 1)}
 DENSE_DIVISIONS = {
+    "dense_whole_sm90": tuple(f"whole(heads={n})" for n in (16, 32, 64)),
     "dense_sm90": ("shares(splits=0)", "shares(splits=3)"),
     "dense_fp8_sm90": tuple(
         text.format(n)

@@ -1,4 +1,5 @@
-// Dense attention of bf16 rows on Hopper: a work item is 64 lines of a request and all its rows. For many short requests.
+// Dense attention of bf16 rows on Hopper: a work item is HEADS lines of a request (64; or 16 or 32 and padding, so that few
+// requests of many lines have more CTAs, whose results take less time) and all its rows. For short requests.
 // Rows: dense_rows.cuh. Pipeline and shared memory: bf16_sm90.cuh.
 //
 // grid: x persistent CTAs over requests x tiles of their lines.

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.gpu
 # A kernel, a division that is forced, and requests: all clusters must run at a time.
 KERNELS = {
     "dense_sm90 shares": ("dense_sm90", "shares(splits=0)", 30, FORMATS),
-    "dense_whole_sm90": ("dense_whole_sm90", None, 150, FORMATS),
+    "dense_whole_sm90": ("dense_whole_sm90", "whole(heads=64)", 150, FORMATS),
+    "dense_whole_sm90 16": ("dense_whole_sm90", "whole(heads=16)", 150, FORMATS),
+    "dense_whole_sm90 32": ("dense_whole_sm90", "whole(heads=32)", 20, FORMATS),
     "dense_cluster_sm90": ("dense_cluster_sm90", None, 2, FORMATS),
     "dense_fp8_sm90 shares": ("dense_fp8_sm90", "shares(splits=0)", 30, FP8_FORMATS),
     "dense_sm90 splits": ("dense_sm90", "shares(splits=3)", 5, FORMATS),

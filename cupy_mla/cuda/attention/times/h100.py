@@ -104,7 +104,9 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "splits": {"items": 8.029, "launch": 11.34, "mean pairs": 2.037, "pairs": 2.509, "partial lines": 7.941},
     },
     "dense_whole_sm90": {
-        "whole": {"items": 3.053, "launch": 3.221, "load": 1.883, "mean pairs": 3.086, "pairs": 3.196, "pairs at load": 1.554, "pairs of later rounds": 2.133},
+        "16": {"items": 3.053, "launch": 3.221, "load": 1.883, "mean pairs": 3.086, "pairs": 3.196, "pairs at load": 1.554, "pairs of later rounds": 2.133},
+        "32": {"items": 3.053, "launch": 3.221, "load": 1.883, "mean pairs": 3.086, "pairs": 3.196, "pairs at load": 1.554, "pairs of later rounds": 2.133},
+        "64": {"items": 3.053, "launch": 3.221, "load": 1.883, "mean pairs": 3.086, "pairs": 3.196, "pairs at load": 1.554, "pairs of later rounds": 2.133},
     },
     "few_heads_sm90": {
         "bf16 clusters 16": {"combine": 0.6249, "launch": 6.9, "load": 0.3253, "mean": 3.07, "mean tiles": 1.642, "merges": 0.5769, "results": 0.7367, "shared mean tiles": 0.482, "shared tiles at load": 0.1848, "tiles": 1.109},

@@ -104,7 +104,9 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "splits": {"items": 7.64, "launch": 10.79, "mean pairs": 1.056, "pairs": 2.387, "partial lines": 7.556},
     },
     "dense_whole_sm90": {
-        "whole": {"items": 2.905, "launch": 3.065, "load": 0.9762, "mean pairs": 1.6, "pairs": 3.041, "pairs at load": 0.8057, "pairs of later rounds": 2.03},
+        "16": {"items": 2.905, "launch": 3.065, "load": 0.9762, "mean pairs": 1.6, "pairs": 3.041, "pairs at load": 0.8057, "pairs of later rounds": 2.03},
+        "32": {"items": 2.905, "launch": 3.065, "load": 0.9762, "mean pairs": 1.6, "pairs": 3.041, "pairs at load": 0.8057, "pairs of later rounds": 2.03},
+        "64": {"items": 2.905, "launch": 3.065, "load": 0.9762, "mean pairs": 1.6, "pairs": 3.041, "pairs at load": 0.8057, "pairs of later rounds": 2.03},
     },
     "few_heads_sm90": {
         "bf16 clusters 16": {"combine": 0.5822, "launch": 6.982, "load": 0.06482, "mean": 1.113, "mean tiles": 1.137, "merges": 1.221, "results": 1.596, "shared mean tiles": 0.5876, "tiles": 1.128},
