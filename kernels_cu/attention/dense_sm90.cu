@@ -14,8 +14,6 @@ struct State {
 };
 
 struct Dense : RequestRows {
-    static constexpr bool LATE = true;
-
     static __device__ __forceinline__ State& state() { return *reinterpret_cast<State*>(shared + DENSE_SHARED_BYTES); }
 
     // --- splits, numbered by their items ----------------------------------------------------------------------
@@ -23,23 +21,12 @@ struct Dense : RequestRows {
     static __device__ __forceinline__ void init(const Params& p) {
         if (threadIdx.x == 0) state().share = share_side_by_side(p);
     }
-    // Shares are found by all threads, the sums of lengths above all.
-    static __device__ __forceinline__ bool finds_work_in_memory(const Params& p) { return p.num_splits == 1; }
     static __device__ __forceinline__ void start(const Params& p) {
         auto pairs_at = [&](int request) { return num_pairs(rows_of(p, request).count()); };
         find_request_share(p, state().share, state().mine, pairs_at);
     }
-    // A split by one of the producers. The consumers meet it where it announces its work.
-    static __device__ __forceinline__ void find_split(const Params& p) {
-        auto pairs_at = [&](int request) { return num_pairs(rows_of(p, request).count()); };
-        wait_for_earlier_kernels();
-        let_next_kernel_start();
-        auto sync = [] { named_barrier_sync(PRODUCER_SYNC, WARPGROUP); };
-        find_request_split(p, state().share, threadIdx.x % WARPGROUP, state().mine, pairs_at, sync);
-    }
     template <typename, typename P, typename Act>
-    static __device__ __forceinline__ void for_each(const P& p, int, Act act) {
-        if (!finds_work_in_memory(p)) find_split(p);
+    static __device__ __forceinline__ void for_each(const P&, int, Act act) {
         const int last = state().mine.last_item();
 #pragma unroll 1
         for (int item = state().mine.begin.item; item <= last; ++item) act(item);

@@ -13,27 +13,19 @@
 // Calls with one schedule have one plan, as in share.cuh. Lengths may be others than those that it was made for: then
 // shares are unequal, and where a request ends before a place where the plan cuts it, a part of it has no rows.
 
-// Finds an equal split of an item of a request, of which each has p.num_splits, by two threads, 0 and 1 of those that meet
-// in `sync`; pairs_at(request) says how many pairs of tiles one has. It is left to the launch that merges.
-template <int THREADS, typename Pairs, typename Sync>
-__device__ __forceinline__ void find_request_split(const DenseParams& p, int share, int thread, Share<THREADS>& mine,
-                                                   Pairs pairs_at, Sync sync) {
-    if (thread < 2) {
-        const uint32_t n = share + thread;
-        const int item = n / p.num_splits, split = n % p.num_splits;
-        const int pair = split == 0 ? 0 : ceil_div(pairs_at(query_of_item(p, item)) * split, p.num_splits);
-        (thread == 0 ? mine.begin : mine.end) = {item, pair};  // the first split has rows if any has
-    }
-    sync();
-    if (thread == 0) p.shares[share] = make_int4(mine.begin.item, mine.begin.pair, mine.end.item, mine.end.pair);
-}
-
-// Finds a share of items of requests, or loads it. It is left to the launch that merges, and to later calls. All threads
-// call.
+// Finds a share of items of requests, or of equal splits of each, or loads it; pairs_at(request) says how many pairs of
+// tiles one has. It is left to the launch that merges, and to later calls. All threads call.
 template <int THREADS, typename Pairs>
 __device__ __forceinline__ void find_request_share(const DenseParams& p, int share, Share<THREADS>& mine,
                                                    Pairs pairs_at) {
-    if (p.plan_filled > 0) {
+    if (p.num_splits > 1) {
+        auto boundary = [&](uint32_t n) -> Boundary {  // the first split has rows if any has
+            const int item = n / p.num_splits, split = n % p.num_splits;
+            return {item, split == 0 ? 0 : ceil_div(pairs_at(query_of_item(p, item)) * split, p.num_splits)};
+        };
+        if (threadIdx.x < 2) (threadIdx.x == 0 ? mine.begin : mine.end) = boundary(share + threadIdx.x);
+        __syncthreads();
+    } else if (p.plan_filled > 0) {
         load_share(p, share, mine);
         __syncthreads();
     } else {
@@ -62,13 +54,7 @@ struct RequestShares : FromGrid {
         if (threadIdx.x == 0) state.number = share_side_by_side(p);
     }
     static __device__ __forceinline__ void finish(const AttentionParams& p, State& state, int, uint16_t*) {
-        auto pairs_at = [&](int request) { return pairs_of(p, request); };
-        if (p.num_splits > 1) {
-            auto sync = [] { __syncthreads(); };
-            find_request_split(dense(p), state.number, threadIdx.x, state.mine, pairs_at, sync);
-        } else {
-            find_request_share(dense(p), state.number, state.mine, pairs_at);
-        }
+        find_request_share(dense(p), state.number, state.mine, [&](int request) { return pairs_of(p, request); });
     }
 
     static __device__ __forceinline__ int num_turns(const AttentionParams&, const State& state) {
