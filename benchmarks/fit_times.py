@@ -142,10 +142,8 @@ def fit(rows: list[Measured]) -> tuple[Fitted, Exceptions]:
     """Times of all kinds of work, and the calls for which candidates take another time than that."""
     data = Candidates(rows)
     weight = (1 + data.slower) ** -NEAR
-    if isinstance(
-        rows[0].problem, DenseProblem
-    ):  # in more rounds than are offered, items of few lines take other times
-        weight *= data.offered
+    if isinstance(rows[0].problem, DenseProblem):
+        weight *= data.offered  # items of few lines were measured in many rounds, too, where they take other times
     x = np.array([float(f"{time:.4g}") if time > 1e-4 else 0.0 for time in descend(data, begin(data, weight), weight)])
     fitted: Fitted = {}
     for (kernel, kind, name), i in sorted(data.names.items()):
