@@ -145,18 +145,16 @@ def some(rng: random.Random, found: list[Any], most: int = MOST_SPLITS) -> list[
 
 def ways(rng: random.Random, p: Problem) -> Iterator[Way]:
     """Every plausible way to serve a call on Hopper."""
-    gpu, h, queries, tiles, items = p.gpu, p.heads, p.queries, p.tiles, p.items
+    gpu, h, tiles, items = p.gpu, p.heads, p.tiles, p.items
     quantized, sms = p.layout.quantized, gpu.sms
 
     def fits(heads: int, splits: int, at_once: tuple[int, ...]) -> bool:
         cluster = largest_cluster(splits)
         return items(heads) * (splits // cluster) <= at_once[cluster - 1]
 
-    if quantized and (h > 8 or p.layout.scales_apart):
+    if quantized:
         at_once = gpu.clusters_at_once(fp8_sm90.cluster_kernel())
-        for heads in fp8_sm90.HEADS:
-            if heads == 64 and h <= 32:
-                continue
+        for heads in fp8_sm90.widths(h):
             work = items(heads)
             yield "fp8_sm90", Whole(heads)
             if work * tiles > 8:
@@ -170,11 +168,10 @@ def ways(rng: random.Random, p: Problem) -> Iterator[Way]:
             yield from (("fp8_sm90", Clusters(heads, n, n)) for n in some(rng, found))
     if fp8_short_sm90.serves(p):
         yield from (("fp8_short_sm90", division) for division in some(rng, [*fp8_short_sm90.candidates(p)]))
-    if not p.layout.scales_apart and (h <= 16 or items(32) <= sms):
+    if not quantized and (h <= 16 or items(32) <= sms):
         most = few_heads_sm90.block_heads(h)
         at_once = gpu.clusters_at_once(few_heads_sm90.cluster_kernel(most))
-        kernels = ["few_heads_sm90"] if quantized else ["few_heads_sm90", "bf16_few_heads_sm90"]
-        for kernel in kernels if h <= 32 or not quantized else ():
+        for kernel in ("few_heads_sm90", "bf16_few_heads_sm90"):
             for heads in (16, 32) if most == 32 else (most,):
                 yield kernel, Whole(heads)
                 found = [n for n in split_numbers(tiles, sms) if items(heads) * n <= 2.1 * sms]
@@ -182,8 +179,6 @@ def ways(rng: random.Random, p: Problem) -> Iterator[Way]:
                     if largest_cluster(n) > 1 and fits(heads, n, at_once):
                         yield kernel, Clusters(heads, n, largest_cluster(n))
                     yield from [(kernel, Clusters(heads, n, 1))] if rng.random() < 0.4 else []
-    if h <= 16 and quantized and not p.layout.scales_apart and queries > 16 and not p.prefill:
-        yield "few_heads_sm90", Shares(few_heads_sm90.block_heads(h))
     if not quantized:
         heads = few_heads_sm90.block_heads(h)
         if items(heads) > sms:

@@ -14,6 +14,7 @@ from cases import numbers
 from cupy_mla.cuda.attention import dense
 from cupy_mla.cuda.attention.choose import KERNELS, choose
 from cupy_mla.cuda.attention.divide import Division, division
+from cupy_mla.cuda.attention.kernels import few_heads_sm90, fp8_sm90
 from cupy_mla.cuda.attention.problem import DenseProblem, Problem
 from cupy_mla.cuda.driver import Gpu, Launchable
 from cupy_mla.cuda.paging import ceil_div
@@ -93,6 +94,20 @@ def way_of(text: str) -> tuple[str, Division]:
     return kernel, division(divided)
 
 
+def as_now(problem: Problem | DenseProblem, way: tuple[str, Division], us: float) -> tuple[tuple[str, Division], float]:
+    """A candidate of a record that was made when `fp8_sm90` had 32 heads a CTA also for queries with up to 16."""
+    kernel, of = way
+    least = fp8_sm90.widths(problem.heads)[0]
+    if kernel != "fp8_sm90" or getattr(of, "heads", least) <= least or least >= fp8_sm90.TIMED_HEADS:
+        return way, us
+    return (kernel, of._replace(heads=least)), fp8_sm90.OF_FEWER * us  # type: ignore[attr-defined]
+
+
+def is_there(problem: Problem | DenseProblem, kernel: str) -> bool:
+    """Whether a kernel of a record still reads the rows: `few_heads_sm90` read FP8 rows, too."""
+    return kernel != "few_heads_sm90" or problem.layout in few_heads_sm90.LAYOUTS
+
+
 def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     """The rows of a record of candidates of a GPU; none where there is no such record.
 
@@ -105,9 +120,13 @@ def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     record = json.loads(path.read_text())
     gpu, found = gpu_of(record), {}
     for row in record["rows"]:
-        us = {way_of(text): time for text, time in row["us"].items()}
         problem = (dense_problem_of if row["kind"] in DENSE_LAYOUTS else problem_of)(gpu, row)
-        new = Measured(problem, us, way_of(row["chosen"]), row.get("kernel", ""), row["kind"])
+        ways = ((way_of(text), time) for text, time in row["us"].items())
+        us = dict(as_now(problem, way, time) for way, time in ways if is_there(problem, way[0]))
+        if not us:
+            continue
+        chosen, _ = as_now(problem, way_of(row["chosen"]), 0.0)
+        new = Measured(problem, us, chosen, row.get("kernel", ""), row["kind"])
         key = new.problem, new.kernel, row.get("lists"), row.get("rows")
         before = found.get(key, new)  # a call that was measured twice: the mean of what both rows have
         found[key] = new._replace(us={way: (us[way] + before.us[way]) / 2 for way in us if way in before.us})
@@ -127,7 +146,9 @@ def other_records(name: str) -> Iterator[tuple[Problem | DenseProblem, str, Divi
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
             known = "valid" not in row and "drawn" not in row["case"]  # else rows are fewer than the call says
             if known and "way" in row:
-                yield named_problem(gpu, row["case"]), *way_of(row["way"]), row["ours_us"]
+                problem, way = named_problem(gpu, row["case"]), way_of(row["way"])
+                if is_there(problem, way[0]):
+                    yield problem, *way, row["ours_us"]
 
 
 def chosen_way(gpu: Gpu, row: dict[str, Any]) -> str:

@@ -236,7 +236,7 @@ def decode_case(
     for splits in SPLITS.get(kernel, (1, 3)):
         result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=splits, **named, **gpu_second)
         compare_attention(f"decode {' '.join(named.values())} h {h} {kernel} splits {splits}", result, expected)
-    for division in divisions_of(64 if h > 32 else 32) if other is not None and kernel == "fp8_sm90" else ():
+    for division in divisions_of(fp8_sm90.widths(h)[-1]) if other is not None and kernel == "fp8_sm90" else ():
         with cupy_mla.forced(division=division):
             result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, **named, **gpu_second)
         compare_attention(f"decode {' '.join(named.values())} h {h} {kernel} {division}", result, expected)
@@ -320,7 +320,7 @@ def plain_case(rng: np.random.Generator, layout: layouts.Layout, h: int, e4m3_q:
         scales["q_scale"] = 0.9
     indices, scale = rng.integers(-99, 9 * 61, (6, 2, 300), dtype=np.int32), SM_SCALES[layout.d_qk]
     expected, on = cupy_mla.sparse_decode(q, cache, indices, scale, **scales), on_gpu(q, cache, indices)
-    for kind, heads in product(("whole", "clusters", "shares"), (32, 64)):
+    for kind, heads in product(("whole", "clusters", "shares"), fp8_sm90.HEADS):
         with cupy_mla.forced("fp8_sm90", f"{kind}(heads={heads})"):
             result = cupy_mla.sparse_decode(*on, scale, **scales)
         compare_attention(f"decode plain_fp8 {layout.d_qk} h {h} {kind} {heads}", result, expected)
@@ -344,16 +344,6 @@ def short_lists(rng: np.random.Generator, layout: layouts.Layout, h: int) -> tup
     scale = SM_SCALES[layout.d_qk]
     expected = cupy_mla.sparse_decode(q, cache, indices, scale, layout=layout.name)
     return (gpu_q, gpu_cache, gpu_i, scale), gpu_length, expected
-
-
-def shares_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> None:
-    """`few_heads_sm90` over FP8 rows that are divided evenly over all CTAs, without and with lengths."""
-    decode, length, expected = short_lists(rng, layout, h)
-    os.environ[VARIABLE] = "few_heads_sm90"
-    for name, more in (("alike", {}), ("by length", {"topk_length": length})):
-        with cupy_mla.forced(division="shares"):
-            result = cupy_mla.sparse_decode(*decode, **more, layout=layout.name)
-        compare_attention(f"shares of few heads {layout.name} h {h} {name}", result, expected)
 
 
 def short_case(rng: np.random.Generator, h: int) -> None:
@@ -380,7 +370,7 @@ def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> No
     over all CTAs by one plan for three calls, in teams of CTAs, and splits taken in turn."""
     decode, length, expected = short_lists(rng, layout, h)
     os.environ[VARIABLE] = "fp8_sm90"
-    heads, schedule = 64 if h > 32 else 32, cupy_mla.get_mla_metadata()[0]
+    heads, schedule = fp8_sm90.widths(h)[-1], cupy_mla.get_mla_metadata()[0]
 
     def planned() -> tuple:
         q, cache, indices, scale = decode
@@ -583,10 +573,8 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
         for kernel in shapes:
             yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
     divided = [layout for layout in fp8_sm90.LAYOUTS if not layout.scale_of_call]
-    for layout, h in product(divided, (32, 70)) if hopper else ():
+    for layout, h in product(divided, (7, 32, 70)) if hopper else ():
         yield f"divided {layout.name} h {h}", partial(divided_case, layout=layout, h=h)
-    for layout, h in product((layouts.V32_FP8, layouts.V32_NOPE_FP8), (7, 16)) if hopper else ():
-        yield f"shares of few heads {layout.name} h {h}", partial(shares_case, layout=layout, h=h)
     for h in (20, 70) if hopper else ():
         yield f"short h {h}", partial(short_case, h=h)
     for layout, heads in product((layouts.BF16_576, layouts.BF16_512), (16, 32, 64)) if hopper else ():

@@ -1,6 +1,7 @@
 """vLLM's engine on small random models: its own attention and indexer against the plug-in's.
 
     python benchmarks/vllm_engine.py PACK [--tensor-parallel 2] [--limit SECONDS] [--kernels-only | --kernels-there]
+    python benchmarks/vllm_engine.py --merge FOLDER...
 
 PACK is the folder that `get_vllm_new.sh` made: a vLLM and what it needs. First the kernels that the plug-in makes ready
 are compiled, by all cores, into CuPy's disk cache; `--kernels-only` ends then, and a later run finds them where
@@ -10,6 +11,8 @@ of them are measured, the others are stopped:
 - tokens: greedy continuations of prompts of 7 to 3000 tokens, compared one by one under the same text: where ours
   chooses another token than stock, that counts as one apart, and it goes on from stock's text. `gap_apart` is the
   largest difference of the two best log-probabilities at such places, `texts_equal` the number of prompts without one.
+- `_alone`, of DeepSeek-V4: the tokens of the same engine that serves one prompt after the other, not all at once. That
+  rounds otherwise, and a rounding may give a token another expert.
 - log-probabilities of all prompt tokens: mean distance from the same engine with attention in float32, and
   `logprob_error_noise`, the standard error of the difference of the two means. `_within_topk`: of tokens whose indexer
   has nothing to choose.
@@ -36,9 +39,11 @@ of them are measured, the others are stopped:
 
 Engines of one layer can be compared token by token. With more layers rounding changes what later indexers choose.
 
+`--merge` makes one record of runs beside each other, on a GPU each, say, with OUT of their own: FOLDERs.
+
 The models are DeepSeek-V3.2 and, where the name of a setting says so, DeepSeek-V3 (no indexer) and DeepSeek-V4 with one
-layer of each kind. V4, and GPUs that share rows, need TileLang and CuTe DSL, in whose place both engines have
-`vllm_stand_ins.py`. These have no engine in float32 beside them.
+layer of each kind. V4, and GPUs that share rows, need TileLang, CuTe DSL and a newer NCCL, in whose place both engines
+have `vllm_stand_ins.py`. These have no engine in float32 beside them.
 """
 
 from __future__ import annotations
@@ -46,6 +51,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -89,6 +95,7 @@ TRAFFIC_LENGTHS, TRAFFIC_SHARED = (20, 1500), 1024  # tokens of a prompt, and of
 MEASURING = 40  # seconds of the limit that starting leaves
 PATIENCE, GRACE = 120, 20  # seconds that an answer is waited for, and at the limit's end
 VARIANTS = ("stock", "ours", "float32")
+STOCK_SHARES_BELOW = 32  # heads of a GPU: vLLM's MIN_HEADS_FOR_BF16_PREFILL
 MOST_REQUESTS, MOST_TOKENS = 64, 4096  # of an engine; the latter of a batch and of a sequence
 V4_WINDOW, V4_BLOCK = 128, 256  # tokens
 
@@ -106,7 +113,7 @@ class Setting(NamedTuple):
         two_gpus: whether it is measured with tensor parallelism, too.
         sharing: GPUs that have parts of each request's rows (decode context parallelism), of those of tensor
             parallelism; more than one: it is measured with that alone, and its decode is not timed, for
-            what stands in for CuTe DSL is slow. vLLM's engine over a bf16 cache has tensor parallelism alone.
+            what stands in for CuTe DSL is slow. vLLM's engine may have tensor parallelism alone (`sharing_of`).
     """
 
     cache: str
@@ -166,6 +173,7 @@ SETTINGS = (
     serving(Setting("fp8", 64, 1, 512, "graphs"), speculation=3),
     serving(Setting("auto", 64, 1, 512, "graphs")),
     serving(Setting("fp8", 64, 16, 2048, "graphs")),
+    Setting("fp8", 16, 1, 512, "graphs", speed=False, sharing=2),
     Setting("fp8", 64, 1, 512, "graphs", speed=False, sharing=2),
     Setting("auto", 64, 1, 512, "graphs", speed=False, sharing=2),
     Setting("fp8", 64, 1, 512, "eager", two_gpus=False),
@@ -243,8 +251,9 @@ def serve(pipe: Connection, log: str, setting: Setting, variant: str, model: str
 
 
 def sharing_of(setting: Setting, variant: str, gpus: int) -> int:
-    """GPUs that share an engine's rows. vLLM's own attention on Hopper does that over FP8 rows alone."""
-    return 1 if variant == "stock" and "fp8" not in setting.cache else min(setting.sharing, gpus)
+    """GPUs that share an engine's rows. vLLM's own attention on Hopper can over FP8 rows, with few heads a GPU."""
+    able = variant != "stock" or ("fp8" in setting.cache and setting.heads // gpus < STOCK_SHARES_BELOW)
+    return min(setting.sharing, gpus) if able else 1
 
 
 def start(setting: Setting, variant: str, model: str, tensor_parallel: int) -> Any:
@@ -284,13 +293,17 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return [rng.integers(2, VOCABULARY, n).tolist() for n in lengths]
 
 
-def continuations(engine: Any, texts: dict[int, list[int]]) -> dict[int, list[tuple[int, float]]]:
+def continuations(engine: Any, texts: dict[int, list[int]], alone: bool) -> dict[int, list[tuple[int, float]]]:
     """The tokens that end a continuation of NEW_TOKENS, each with the distance of the two best log-probabilities.
 
     Args:
         texts: by the prompt's number, the tokens that it begins with.
+        alone: whether each is served by itself.
     """
     from vllm import SamplingParams
+
+    if alone:
+        return {i: continuations(engine, {i: text}, False)[i] for i, text in texts.items()}
 
     prompts = prompts_of(PROMPTS)
     given = [{"prompt_token_ids": prompts[i] + text} for i, text in texts.items()]
@@ -690,19 +703,22 @@ def alone(engines: list[Engine], measured: list[Engine]) -> Iterator[None]:
             engine.pause(False)
 
 
-def compare(ours: Engine, stock: Engine, prompts: int = len(PROMPTS), new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+def compare(
+    ours: Engine, stock: Engine, prompts: int = len(PROMPTS), new_tokens: int = NEW_TOKENS, alone: bool = False
+) -> dict[str, Any]:
     """How many tokens agree under the same text, and how near the two best tokens were where they do not.
 
     Args:
         ours, stock: continue texts; tests have stand-ins for them.
         prompts: how many the engines have.
         new_tokens: how many tokens they add to each.
+        alone: whether `ours` serves each text by itself.
     """
     texts: dict[int, list[int]] = {i: [] for i in range(prompts)}
-    wanted = stock.ask("continuations", texts)
+    wanted = stock.ask("continuations", texts, False)
     apart, gaps, parted = 0, [0.0], set()
     while texts:
-        for i, found in ours.ask("continuations", texts).items():
+        for i, found in ours.ask("continuations", texts, alone).items():
             at = len(texts.pop(i))
             for (token, gap), (expected, its_gap) in zip(found, wanted[i][at:], strict=True):
                 at += 1
@@ -742,6 +758,10 @@ def compare_results(setting: Setting, engines: dict[str, Engine], rows: list[Row
     row: Row = {"setting": str(setting), "start_s_ours": ours.seconds, "start_s_stock": stock.seconds}
     if setting.compared:
         row |= compare(ours, stock)
+        for variant in ("ours", "stock") if setting.family == "V4" else ():
+            same = compare(engines[variant], engines[variant], alone=True)
+            row[f"tokens_equal_alone_{variant}"] = same["tokens_equal"]
+            row[f"gap_apart_alone_{variant}"] = same["gap_apart"]
         for variant in ("ours", "stock", "alike"):
             if {variant, f"{variant} on one GPU"} <= engines.keys():
                 same = compare(engines[variant], engines[f"{variant} on one GPU"])
@@ -888,7 +908,9 @@ def shown(row: dict[str, Any]) -> str:
     parts = [row["setting"]]
     if "tokens" in row:
         parts.append(f"equal {row['tokens_equal']}/{row['tokens']} gap {row['gap_apart']}")
-    parts += [f"{name.removeprefix('tokens_equal_')} {row[name]}" for name in row if "one_gpu" in name]
+    parts += [
+        f"{name.removeprefix('tokens_equal_')} {row[name]}" for name in row if "one_gpu" in name or "alone" in name
+    ]
     for name, short in (
         ("logprob_error", "logp"), ("logprob_error_within_topk", "within topk"), ("tokens_per_s", "t/s"),
         ("loop_us", "loop"), ("first_tokens_ms", "first"), ("gpu_us", "gpu"), ("start_s", "start"),
@@ -921,7 +943,10 @@ def prepare(pack: Path, folder: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     sys.path.extend(paths[1:])  # vLLM's packages after the machine's own
     os.environ["OMP_NUM_THREADS"] = "2"  # many engines start at the same time
-    os.environ |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    # Collectives of several GPUs go through NCCL, without NVLink multicast and symmetric memory.
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+    os.environ |= {f"VLLM_USE_DIRECT_DCP_{part}": "0" for part in ("A2A", "KV_GATHER", "Q_GATHER")}
 
 
 def restore_caches(pack: Path) -> None:
@@ -959,8 +984,6 @@ def write_model(tiny: Any, folder: Path, setting: Setting) -> None:
     Args:
         tiny: the pack's module that writes DeepSeek-V3.2.
     """
-    import json
-
     if setting.family == "V4":
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(v4_config(setting)))
@@ -1045,7 +1068,8 @@ def measure_all(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pack", type=Path, help="the folder that get_vllm_new.sh made")
+    parser.add_argument("pack", type=Path, nargs="?", help="the folder that get_vllm_new.sh made")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: one record of those in these folders")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that an engine is divided over")
     parser.add_argument("--limit", type=float, default=130, help="seconds after which nothing more is begun")
     parser.add_argument("--only", nargs="+", default=[""], help="settings whose name contains one of these")
@@ -1053,11 +1077,16 @@ def main() -> None:
     parser.add_argument("--kernels-only", action="store_true", help="compile our kernels, and measure nothing")
     parser.add_argument("--kernels-there", action="store_true", help="compile none: an earlier run did")
     options = parser.parse_args()
+    out = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))
+    if options.merge:
+        merge(out, options.merge)
+        return
+    if options.pack is None:
+        parser.error("a pack, or --merge")
     deadline = time.monotonic() + options.limit
     Engine.until = deadline + GRACE
     folder = Path(tempfile.mkdtemp(prefix="vllm_engine"))
     os.environ.setdefault("ENGINE_CACHES", str(folder / "caches"))
-    out = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))
     restore_caches(options.pack)
     prepare(options.pack, folder)
     print(f"unpacked after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
@@ -1112,18 +1141,48 @@ def write(out: Path, of_vllm: str, tensor_parallel: int, rows: list[Row]) -> Non
 
     `notes` of the record, by commit, stay with their rows.
     """
-    import json
+    from harness import environment
 
-    from harness import RESULTS, environment
-
-    head, record = environment(), RESULTS / "vllm.json"
-    before = json.loads(record.read_text()) if record.exists() else {"rows": []}
+    head = environment()
     common = {"version": of_vllm, "tensor_parallel": tensor_parallel}
     rows = [{**common, **row, "commit": head["commit"]} for row in rows]
-    rows = [row for row in before["rows"] if row["tensor_parallel"] != tensor_parallel] + rows
+    write_record(out, head, rows, lambda row: bool(row["tensor_parallel"] == tensor_parallel))
+
+
+def write_record(out: Path, head: Row, rows: list[Row], replaced: Callable[[Row], bool]) -> None:
+    """The record's rows but for those that are replaced, then these."""
+    from harness import RESULTS
+
+    record = RESULTS / "vllm.json"
+    before = json.loads(record.read_text()) if record.exists() else {"rows": []}
+    rows = [row for row in before["rows"] if not replaced(row)] + rows
     commits = {row["commit"] for row in rows}
     notes = {commit: note for commit, note in before.get("notes", {}).items() if commit in commits}
     (out / "vllm.json").write_text(json.dumps({**head, "notes": notes, "rows": rows}, indent=1) + "\n")
+
+
+def setting_of(row: Row) -> tuple[int, str]:
+    """GPUs and setting that a row is of; rows of several numbers of requests are of one."""
+    return row["tensor_parallel"], row["setting"].partition(", ")[0]
+
+
+def merge(out: Path, folders: Sequence[Path]) -> None:
+    """`vllm.json` of runs at one commit, whose own are in these folders; of a setting measured twice the last counts.
+
+    Settings that no run measured keep the record's rows.
+    """
+    parts = [json.loads((folder / "vllm.json").read_text()) for folder in folders]
+    commits = {part["commit"] for part in parts}
+    if len(commits) > 1:
+        raise SystemExit(f"--merge: runs of several commits, {', '.join(sorted(commits))}")
+    found: dict[tuple[int, str], list[Row]] = {}
+    for part in parts:
+        measured = [row for row in part["rows"] if row["commit"] in commits]  # others are the record's of before
+        found |= {setting: list(rows) for setting, rows in itertools.groupby(measured, setting_of)}
+    names = [str(setting) for setting in SETTINGS]
+    order = sorted(found, key=lambda setting: (setting[0], names.index(setting[1])))
+    head = {name: value for name, value in parts[-1].items() if name not in ("notes", "rows")}
+    write_record(out, head, [row for setting in order for row in found[setting]], lambda row: setting_of(row) in found)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What vLLM takes from TileLang and CuTe DSL, by torch and Triton, and a loader of random weights.
+"""What vLLM takes from TileLang, CuTe DSL and a newer NCCL, by torch and Triton, and a loader of random weights.
 
 These packages are larger than all of vLLM that is packed. DeepSeek-V4's hyper-connections come from TileLang, its
-compressor from CuTe DSL, as does the merge of what ranks choose that share rows (decode context parallelism). None of
-that is attention. With `VLLM_STAND_INS=1` vLLM's own torch operations and Triton kernels of the same results run
-instead, ours and vLLM's engine alike; `vllm_engine.py` has vLLM load this as a plug-in, in each process.
+compressor from CuTe DSL, as does the merge of what ranks choose that share rows (decode context parallelism). What
+these ranks attend is added up by vLLM's PyNccl, which needs a later NCCL than torch 2.11 has. None of that is
+attention. With `VLLM_STAND_INS=1` vLLM's own torch operations and Triton kernels of the same results run instead, ours
+and vLLM's engine alike; `vllm_engine.py` has vLLM load this as a plug-in, in each process.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ def register() -> None:
     compressor._SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL = compress
     sys.modules[compressor.__name__] = compressor
     importlib.import_module("vllm.model_executor.layers.sparse_attn_indexer")._merge_dcp_topk_global = merge
+    # Without PyNccl, which vLLM turns off without a word where NCCL is older than 2.29.7, its own writes no result.
+    communicators = importlib.import_module("vllm.distributed.device_communicators.cuda_communicator")
+    communicators.CudaCommunicator.reduce_scatter = communicators.DeviceCommunicatorBase.reduce_scatter
     register_loader()
 
 

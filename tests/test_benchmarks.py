@@ -878,18 +878,19 @@ def test_the_readme_shows_eight_groups_of_the_first_gpu(module, monkeypatch, tmp
 
 
 class Engine:
-    """Continues each text with a token and its gap by a table."""
+    """Continues each text with a token and its gap by a table, and by another where it serves each alone."""
 
-    def __init__(self, tokens: dict[tuple[int, ...], tuple[int, float]]) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: dict[tuple[int, ...], tuple[int, float]], alone: Any = None) -> None:
+        self.tokens, self.alone = tokens, alone
 
-    def ask(self, question: str, texts: dict[int, list[int]]) -> dict[int, list[tuple[int, float]]]:
+    def ask(self, question: str, texts: dict[int, list[int]], alone: bool) -> dict[int, list[tuple[int, float]]]:
         assert question == "continuations"
+        tokens = self.alone if alone else self.tokens
         found: dict[int, list[tuple[int, float]]] = {}
         for prompt, text in texts.items():
             for _ in range(3 - len(text)):
                 so_far = (*text, *(token for token, _ in found.get(prompt, [])))
-                found.setdefault(prompt, []).append(self.tokens.get((prompt, *so_far), (1, 5.0)))
+                found.setdefault(prompt, []).append(tokens.get((prompt, *so_far), (1, 5.0)))
         return found
 
 
@@ -901,6 +902,14 @@ def test_engines_are_compared_under_the_same_text(module):
     assert compare(stock, stock) == {"tokens_equal": 9, "tokens": 9, "gap_apart": 0.0, "texts_equal": 3}
     ours = Engine({(0,): (9, 0.5), (0, 2): (8, 0.125), (0, 9): (77, 0), (0, 2, 3): (1, 5.0), (2, 1, 1): (6, 0.75)})
     assert compare(ours, stock) == {"tokens_equal": 6, "tokens": 9, "gap_apart": 1.0, "texts_equal": 1}
+
+
+def test_an_engine_is_compared_with_itself(module):
+    """Where it serves each prompt alone, which rounds otherwise."""
+    pytest.importorskip("torch")
+    itself = Engine({(0,): (2, 1.0)}, {(0,): (3, 1.75)})
+    found = module("vllm_engine").compare(itself, itself, prompts=3, new_tokens=3, alone=True)
+    assert found == {"tokens_equal": 8, "tokens": 9, "gap_apart": 1.75, "texts_equal": 2}
 
 
 def test_errors_of_log_probabilities(module):
@@ -944,15 +953,15 @@ def test_settings_of_one_gpu_and_of_several(module):
     assert {setting.sharing for setting in two} == {1, 2}
     assert {setting.speculation for setting in one} > {0}
     assert any(setting.traffic and setting.layers > 1 and setting.topk == 2048 for setting in one)
-    shared, bf16 = (setting for setting in two if setting.sharing == 2)
-    assert (shared.cache, bf16.cache) == ("fp8", "auto")
+    few, shared, bf16 = (setting for setting in two if setting.sharing == 2)
+    assert [(each.cache, each.heads) for each in (few, shared, bf16)] == [("fp8", 16), ("fp8", 64), ("auto", 64)]
     assert program.layers_of(shared, 2) == program.layers_of(shared, 1), "each has the heads of both"
     assert program.layers_of(shared._replace(sharing=1), 2)[0].num_heads == 32
-    assert program.chosen_settings(["share rows"], 2) == [shared, bf16]
+    assert program.chosen_settings(["share rows"], 2) == [few, shared, bf16]
     assert program.chosen_settings(["share rows", "graphs"], 2, ["share", "auto"]) == two[:1]
-    assert [program.sharing_of(shared, variant, 2) for variant in ("ours", "stock")] == [2, 2]
-    assert [program.sharing_of(bf16, variant, 2) for variant in ("ours", "stock")] == [2, 1]
-    assert program.sharing_of(bf16, "ours", 1) == 1
+    assert [program.sharing_of(each, "ours", 2) for each in (few, shared, bf16)] == [2, 2, 2]
+    assert [program.sharing_of(each, "stock", 2) for each in (few, shared, bf16)] == [2, 1, 1]
+    assert program.sharing_of(few._replace(cache="auto"), "stock", 2) == program.sharing_of(bf16, "ours", 1) == 1
 
 
 def test_settings_of_other_models(module, tmp_path):
@@ -1146,6 +1155,65 @@ def test_rows_of_engines_take_the_place_of_those_of_as_many_gpus(module, monkeyp
         "commit": "c", "notes": {"a": "A"},
         "rows": [rows[0], {"version": "0.33", "tensor_parallel": 2, "setting": "new", "commit": "c"}],
     }  # fmt: skip
+
+
+def test_engines_of_several_gpus_use_nccl_alone(module, monkeypatch, tmp_path):
+    """vLLM's default between GPUs of a host is symmetric memory, which a machine lent by others may not have."""
+    pack = tmp_path / "pack"
+    pack.mkdir()
+    (pack / "setup_vllm.sh").write_text("echo 'export PYTHONPATH=/site${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1'\n")
+    monkeypatch.setattr(os, "environ", {"NCCL_NVLS_ENABLE": "1"})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module("vllm_engine").prepare(pack, tmp_path)
+    found = {name: value for name, value in os.environ.items() if name.startswith(("VLLM_USE_DIRECT", "VLLM_ALLRED"))}
+    assert len(found) == 4
+    assert set(found.values()) == {"0"} == {os.environ["NCCL_NVLS_ENABLE"]}
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    root, benchmarks, plugin, site = os.environ["PYTHONPATH"].split(os.pathsep)
+    assert (benchmarks, site) == (f"{root}/benchmarks", "/site")
+    assert "cupy_mla = " in (Path(plugin) / "cupy_mla-0.dist-info" / "entry_points.txt").read_text()
+
+
+def test_runs_beside_each_other_make_one_record(module, monkeypatch, tmp_path, harness, capsys):
+    """In the order of the settings. Of one measured twice the last counts, with all its rows; others' rows stay."""
+    program = module("vllm_engine")
+    names = [str(setting) for setting in program.SETTINGS]
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    before = [
+        {"tensor_parallel": gpus, "commit": "old", "setting": name}
+        for gpus, name in ((2, f"{names[0]}, 1 request"), (2, names[1]), (4, names[0]))
+    ]
+    (tmp_path / "vllm.json").write_text(json.dumps({"notes": {"old": "O"}, "rows": before}))
+
+    def measured(folder, gpus, *settings, commit="new"):
+        monkeypatch.setattr(harness, "environment", lambda: {"gpu": folder, "commit": commit})
+        (tmp_path / folder).mkdir()
+        program.write(tmp_path / folder, "0.33", gpus, [{"setting": name} for name in settings])
+        return str(tmp_path / folder)
+
+    folders = [
+        measured("a", 1, names[3], f"{names[1]}, 1 request"),
+        measured("b", 2, names[0]),
+        measured("c", 1, names[2], f"{names[1]}, 1 request", f"{names[1]}, 16 requests"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["vllm_engine.py", "--merge", *folders])
+    program.main()
+    merged = json.loads((tmp_path / "vllm.json").read_text())
+    assert {name: merged[name] for name in ("gpu", "commit", "notes")} == {
+        "gpu": "c", "commit": "new", "notes": {"old": "O"},
+    }  # fmt: skip
+    assert merged["rows"][:2] == before[1:]
+    assert [(row["tensor_parallel"], row["setting"]) for row in merged["rows"][2:]] == [
+        (1, f"{names[1]}, 1 request"), (1, f"{names[1]}, 16 requests"), (1, names[2]), (1, names[3]), (2, names[0]),
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["vllm_engine.py", "--merge", *folders, measured("d", 1, commit="other")])
+    with pytest.raises(SystemExit, match="several commits"):
+        program.main()
+    monkeypatch.setattr(sys, "argv", ["vllm_engine.py"])
+    with pytest.raises(SystemExit):
+        program.main()
+    assert "a pack, or --merge" in capsys.readouterr().err
 
 
 def test_readme_has_row_formats_once_there_is_a_record(module, monkeypatch, tmp_path):

@@ -25,7 +25,10 @@ from .prepared import kernels_of, prepare
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
-MOST_KEYS = 1024  # of an operation
+# Of an operation. Layers of a step share their sizes, and batches of decodes grow and shrink by a few: more are seldom
+# asked for again. Each is 40 to 60 objects that the garbage collector counts; many more make it look at the whole
+# process within an engine's step (docs/host_time.md).
+MOST_KEYS = 128
 RECENT = 4  # calls that others are compared with, more than kinds of layers
 
 _graph_operation: Callable[[str], Callable[..., Any]] | None = None

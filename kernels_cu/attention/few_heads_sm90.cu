@@ -1,9 +1,8 @@
-// Sparse attention of few heads on Hopper, rows with float32 scales (V32_FP8, V32_NOPE_FP8) and bf16 rows, decode and
-// prefill: rows go from the ring into registers.
+// Sparse attention of few heads on Hopper, bf16 rows, decode and prefill: rows go from the ring into registers.
 //
 // Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64. Rows or value columns are the
-// M side and come from registers, widened on the way (tile/fragments.cuh). So shared memory holds rows as they lie in
-// the cache and nothing else:
+// M side and come from registers (tile/fragments.cuh). So shared memory holds rows as they lie in the cache and nothing
+// else:
 //
 //   S^T = K . Q^T     a warp: 16 rows x heads        A = its own rows            d / 16 steps of m16n8k16
 //   O^T = V^T . P^T   a warp: 128 columns x heads    A = pairs of rows a column  8 mma tiles x 4 steps
@@ -12,21 +11,16 @@
 //                          8 rows reaches. Each looks at all entries of a tile: tiles in which none is valid are left
 //                          out, by all four alike
 //   CONSUMERS warpgroups   (3; 2 for 32 heads) take tiles in turn, each with a softmax of its own:
-//     S^T                  FP8 rows: the 128 columns of one scale after the other, times the row's float32 scale, so
-//                          that no scaled value is ever rounded. Before, zeros go over what stands under a scale of 0
-//     P^T                  to shared memory. FP8 rows: f16, a copy for each scale, relative to a reference for each
-//                          head and scale
+//     S^T
+//     P^T                  to shared memory, as bf16
 //     vote                 if a value is far above its reference, references rise, O^T follows, and P^T is computed
 //                          again
 //     O^T += V^T . P^T     quarter after quarter; each stage is released when it has been read
 //
 //   While one warpgroup waits, the others multiply. At the end they merge their O^T in shared memory.
 //
-// DIVISION SPLITS: the CTAs of a cluster merge their results (merge.cuh). Splits that do not fit a cluster lie along
-// gridDim.y and are merged by combine.cu.
-//
-// DIVISION SHARES: all rows of the call are divided evenly over the CTAs, each of which works on several splits. The
-// warpgroups then merge in the space of Q and P, while the producer warps fill the rings with the next split's rows.
+// The CTAs of a cluster merge their results (merge.cuh). Splits that do not fit a cluster lie along gridDim.y and are merged
+// by combine.cu.
 //
 //   full[quarter][..]       copies done          bulk copies, and one arrival for `told`; two barriers a stage
 //   empty[quarter][stage]   stage released       the 4 warps of the warpgroup that has the tile
@@ -36,8 +30,8 @@
 // Products are mma.sync: wgmma with A in registers takes a warpgroup 60 cycles or more whatever N is, and its fences
 // keep the next fragments from being widened in the meantime.
 //
-// Shared memory: Q heads x D_QK x 2; P CONSUMERS x copies x heads x 128; 4 rings of STAGES x 8 staged rows of 656
-// or 528 bytes (bf16: 2 x D_QK + 16); statistics and mbarriers.
+// Shared memory: Q heads x D_QK x 2; P CONSUMERS x heads x 128; 4 rings of STAGES x 8 staged rows of 2 x D_QK + 16 bytes;
+// statistics and mbarriers.
 // Registers: 152 (32 heads: 232) a consumer thread, 56 (40) a producer thread, together 512 x 128 (384 x 168):
 // setmaxnreg hands out no more than the launch had.
 // What was tried, what bounds it: docs/kernels/few_heads_sm90.md.
@@ -73,15 +67,15 @@ __device__ __forceinline__ uint32_t valid_rows(const Role& r, uint32_t told, con
     return load_shared_4(told + 4 * (first.stage == 0 ? place.stage[0] : place.stage[1])) >> first.row;
 }
 
-// Returns how many places for tiles the split took in the rings, after `before` of earlier splits. Places and what is
-// derived from the lane are found anew after each product, or they would be kept in memory in the meantime.
-__device__ __forceinline__ int attend(const Work& w, const Role& r, uint32_t before, Softmax& state,
-                                      float (&o)[V_TILES][HEAD_TILES][4]) {
-    const uint32_t begin = 2 * (before + r.warpgroup), end = 2 * (before + w.count());
+// Places and what is derived from the lane are found anew after each product, or they would be kept in memory in the
+// meantime.
+__device__ __forceinline__ void attend(const AttentionParams& p, const Work& w, const Role& r, Softmax& state,
+                                       float (&o)[V_TILES][HEAD_TILES][4]) {
+    const uint32_t begin = 2 * r.warpgroup, end = 2 * w.count();
 #pragma unroll 1
     for (uint32_t number = begin; number < end; number += 2 * CONSUMERS) {
         TilePlace place(number);
-        uint32_t row = place.rows(r.warp).qk_row(r.g);
+        const uint32_t row = place.rows(r.warp).qk_row(r.g);
         const uint32_t told = shared_address(small().told[r.warp]);
         wait_for_stage(r.warp, number);
         wait_for_stage(r.warp, number + 1);
@@ -89,28 +83,21 @@ __device__ __forceinline__ int attend(const Work& w, const Role& r, uint32_t bef
         if (of_stage & NO_TILE) {
             sync_warpgroup(r);  // all quarters have it
             release_stages(r, place.stage);
-            return min(int(of_stage >> TILES_BIT) + CONSUMERS, w.count());
-        }
-        if constexpr (FOLDED) {
-            const int t = anew(r).t;
-            if (__builtin_expect(__any_sync(~0u, has_zero_scale(row, t) | has_zero_scale(row + STAGED, t)), 0))
-                clear_under_zeros(row, t, valid_rows(anew(r), told, place));
-            row = opaque(row);  // the addresses of scales need no registers any more
+            return;
         }
         float s[HEAD_TILES][4];
         multiply_qk(anew(r), row, s);
         place = TilePlace(opaque(number));
         const uint32_t rows_valid = valid_rows(r, told, place);
         const bool valid[2] = {(rows_valid & 1) != 0, (rows_valid & 2) != 0};
-        softmax_tile(anew(r), number == begin, valid, row, s, state, o);
+        softmax_tile(anew(r), number == begin, valid, p.scale_log2, s, state, o);
         multiply_pv(anew(r), TilePlace(opaque(number)).stage, o);
     }
-    return w.count();
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// grid: x a cluster a query, y splits beyond those of a cluster, z head tiles. In shares: x CTAs, a share each.
+// grid: x a cluster a query, y splits beyond those of a cluster, z head tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __grid_constant__ AttentionParams p) {
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns
@@ -123,55 +110,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __
         mbarrier_init_fence();
     }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < CONSUMERS * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
-    Division::begin(p, sm.division, blockIdx.x);
+    for (int i = threadIdx.x; i < CONSUMERS * HEADS; i += THREADS) (&sm.ref[0][0])[i] = -INF;
     __syncthreads();
     const int ctas = cluster_size(), rank = cluster_rank();
-    if (!IN_SHARES && has_lengths(p)) wait_for_earlier_kernels();
+    if (has_lengths(p)) wait_for_earlier_kernels();
     Work w;
-    if constexpr (!IN_SHARES) {
-        const int split = blockIdx.y * ctas + rank, splits = p.num_splits * ctas;
-        find_equal_split(p, w, cluster_index(), blockIdx.z, [&] { return split; }, [&] { return splits; });
-    }
+    const int split = blockIdx.y * ctas + rank, splits = p.num_splits * ctas;
+    find_equal_split(p, w, cluster_index(), blockIdx.z, [&] { return split; }, [&] { return splits; });
     wait_for_earlier_kernels();
-    static_assert(Division::SCRATCH_BYTES <= RING_AT - Q_AT, "the space of Q and P, to which no bulk copies come");
-    Division::finish(p, sm.division, blockIdx.x, reinterpret_cast<uint16_t*>(shared + Q_AT));
     let_next_kernel_start();
     if (threadIdx.x >= CONSUMER_THREADS) {
         decrease_registers_to<PRODUCER_REGISTERS>();
-        uint32_t number = 0;
-#pragma unroll 1
-        for (int turn = 0; turn < num_turns(p); ++turn) {
-            if constexpr (IN_SHARES) w = Division::find_turn<Work>(p, small().division, turn);
-            copy_tiles(p, w, threadIdx.x / 32 % 4, number);
-        }
-        if (!IN_SHARES && ctas > 1) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
+        copy_tiles(p, w, threadIdx.x / 32 % 4);
+        if (ctas > 1) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
         increase_registers_to<REGISTERS>();
         const Role r = consumer_role();
-        uint32_t before = 0;
-#pragma unroll 1
-        for (int turn = 0; turn < num_turns(p); ++turn) {
-            if constexpr (IN_SHARES) {
-                w = Division::find_turn<Work>(p, small().division, turn);
-                if (turn > 0) {
-                    sync_consumers();  // the results have been read, from where Q goes
-                    clear_references();
-                }
-            }
-            Softmax state;
-            state.clear();
-            load_q(p, w, r);
-            float o[V_TILES][HEAD_TILES][4];
+        Softmax state;
+        state.clear();
+        load_q(p, w, r);
+        float o[V_TILES][HEAD_TILES][4];
 #pragma unroll
-            for (int v = 0; v < V_TILES; ++v) clear(o[v]);
-            before += attend(w, r, before, state, o);
-            if constexpr (IN_SHARES) {
-                write_shared_results(p, w, r, state, o);
-            } else {
-                write_results(p, w, r, state, o);
-            }
-        }
+        for (int v = 0; v < V_TILES; ++v) clear(o[v]);
+        attend(p, w, r, state, o);
+        write_results(p, w, r, state, o);
     }
 }
 

@@ -1,4 +1,4 @@
-// Sparse attention of FP8 rows on Hopper, 32 or 64 heads of a query at a time: wgmma with KV rows from registers.
+// Sparse attention of FP8 rows on Hopper, 16, 32 or 64 heads of a query at a time: wgmma with KV rows from registers.
 //
 // Rows stay in shared memory as they lie in the cache; no tile of 16-bit rows is ever written. The consumer warps
 // widen a row's bytes on their way into the A operand. In both products the M side is KV rows or value columns:
@@ -66,7 +66,7 @@
 //
 // Shared memory, HEADS 64, V32_FP8: Q 73,728, and 1,024 for the gaps with which it comes; two P of heads x 64 f16,
 // 16,384; 12 stages of 16 rows x 656, 125,952; the rest 6,928. V4_FP8: Q 65,536; rows of 592. Rows of 528: Q 65,536; 16
-// stages, 135,168. FP4: rows of 624, V41_FP8 with V41_FP4 560; 12 stages, 16 with 32 heads.
+// stages, 135,168. FP4: rows of 624, V41_FP8 with V41_FP4 560; 12 stages, 16 with 32 heads. 16 heads: 16 to 24.
 // Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch.
 // What was tried, what bounds it: docs/kernels/fp8_sm90.md.
 //

@@ -1,5 +1,5 @@
 // PTX ISA: wgmma.mma_async with float32 accumulators, A in shared memory or in registers: m64nNk16 on bfloat16 or float16,
-// N = 32, 64 or 256, and 8 or 16 with A in shared memory; m64nNk32 on e4m3, N = 32, 64, 128, 192 or 256; wgmma.fence,
+// N = 16, 32, 64 or 256, and 8 with A in shared memory; m64nNk32 on e4m3, N = 32, 64, 128, 192 or 256; wgmma.fence,
 // .commit_group, .wait_group. sm_90a.
 //
 // A warpgroup multiplies together. Accumulators of warp w, lane 4 g + t: c[4 j + 2 i + k] is row 16 w + g + 8 i,
@@ -134,6 +134,11 @@ __device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b) {
 }
 
 // ... or in registers.
+template <Values VALUES, Sum SUM, Major B>
+__device__ __forceinline__ void wgmma(float (&c)[8], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA("n16", R8, C8, "{%8, %9, %10, %11}, %12, %13, 1, 1, %14", A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD),
+          "n"(B == Major::MN));
+}
 template <Values VALUES, Sum SUM, Major B>
 __device__ __forceinline__ void wgmma(float (&c)[16], const uint32_t (&a)[4], uint64_t b) {
     WGMMA("n32", R16, C16, "{%16, %17, %18, %19}, %20, %21, 1, 1, %22", A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD),

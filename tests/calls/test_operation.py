@@ -211,6 +211,20 @@ def test_sizes_do_not_pile_up(gpu, first):
     assert len(kept) <= most + 2, "something holds calls that are forgotten"
 
 
+def test_traffic_leaves_few_objects_to_the_garbage_collector(gpu):
+    """The more there are, the sooner it looks at all of a process, which stops an engine's step."""
+    q = torch.zeros(1, 1, 1, 576, dtype=torch.bfloat16).expand(1000, 1, 64, 576)
+    cache, lists = torch.zeros(9, 64, 656, dtype=torch.uint8), torch.zeros(1000, 1, 512, dtype=torch.int32)
+    gc.collect()
+    before = len(gc.get_objects())
+    for n in range(1, 1001):
+        gpu.used = 0
+        gpu.log.clear()
+        cupy_mla.sparse_decode(q[:n], cache, lists[:n], 0.1)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 12_000
+
+
 def test_results_of_cupy_share_memory_and_nothing_else_does(gpu, rng):
     """Partial results are let go with the call, results as the caller likes."""
     cupy = pytest.importorskip("cupy")

@@ -81,6 +81,11 @@ def with_empty_tiles(rng: np.random.Generator, fmt: oracle.Format, extra: bool, 
         (oracle.V4_NVFP4, 6, "teams(heads=64, splits=2)"),
         (oracle.V4_NVFP4, 2, "whole(heads=32)"),
         (oracle.V4_NVFP4, 6, "clusters(heads=32, splits=3, cluster=3)"),
+        (oracle.V32, 6, "clusters(heads=16, splits=3, cluster=3)"),
+        (oracle.V4, 6, "teams(heads=16, splits=2)"),
+        (oracle.V41, 6, evenly.shares(16, ctas=7)),
+        (oracle.V32_NVFP4, 2, "whole(heads=16)"),
+        (oracle.V4_NVFP4, 4, "segments(heads=16, splits=3)"),
     ],
     ids=lambda x: x.name if isinstance(x, oracle.Format) else str(x),
     indirect=["emulated"],
@@ -105,6 +110,7 @@ def test_empty_tiles(force, kind, rng, fmt, division):
         (oracle.V41, oracle.V41_FP4_SPLIT, 4, "segments(heads=64, splits=3)"),
         (oracle.V41_SPLIT, oracle.V41_FP4_SPLIT, 6, "clusters(heads=64, splits=2, cluster=2)"),
         (oracle.V41_SPLIT, oracle.V41_FP4_SPLIT, 6, "teams(heads=64, splits=2)"),
+        (oracle.V41, oracle.V41_FP4, 6, "clusters(heads=16, splits=3, cluster=3)"),
     ],
     ids=lambda x: x.name if isinstance(x, oracle.Format) else str(x),
     indirect=["emulated"],
@@ -122,7 +128,11 @@ def test_empty_tiles_of_two_layouts(force, kind, rng, fmt, extra_fmt, division):
 
 
 @pytest.mark.long(sample=1)
-@pytest.mark.parametrize("division", ["whole", "clusters(splits=3, cluster=3)", evenly.shares(32, ctas=7)], ids=str)
+@pytest.mark.parametrize(
+    "division",
+    ["whole(heads=16)", "whole(heads=32)", "clusters(splits=3, cluster=3)", evenly.shares(32, ctas=7)],
+    ids=str,
+)
 @pytest.mark.parametrize("fmt", [oracle.PLAIN_576, oracle.PLAIN_512], ids=lambda fmt: fmt.name)
 def test_a_scale_of_the_call(force, kind, rng, fmt, division):
     """It is that of all rows, which the host knows or the device; queries may be e4m3, too."""
@@ -148,7 +158,7 @@ def test_a_scale_of_the_call(force, kind, rng, fmt, division):
 @pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4, oracle.V32_NVFP4], ids=lambda fmt: fmt.name)
 def test_bits_of_divisions(force, kind, rng, fmt):
     """Splits of a cluster, of a team, and one after the other give the same bits, wherever tiles are empty."""
-    heads, splits = int(rng.choice([32, 64])), int(rng.integers(2, 5))
+    heads, splits = int(rng.choice([16, 32, 64])), int(rng.integers(2, 5))
     main, extra = with_empty_tiles(rng, fmt, extra=bool(rng.integers(2)), lengths=bool(rng.integers(2)))
     q = queries(rng, B, 1, heads, fmt.d_qk)
     results = []

@@ -87,7 +87,7 @@ def test_what_is_stored_under_a_scale_of_0_is_0(kind, emulated, rng, force, fmt,
 
 @pytest.mark.long(sample=2)
 @scales_of_0
-@pytest.mark.parametrize(("name", "h_q"), [("fp8_sm90", 64), ("few_heads_sm90", 7)])
+@pytest.mark.parametrize(("name", "h_q"), [("fp8_sm90", 64), ("fp8_sm90", 7)])
 def test_sparse_decode_under_scales_of_0(kind, emulated, rng, force, fmt, name, h_q):
     force(name)
     of_operation.test_sparse_decode_under_scales_of_0(kind, rng, fmt, h_q)

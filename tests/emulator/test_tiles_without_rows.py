@@ -115,7 +115,7 @@ def test_tiles_without_a_valid_entry_are_not_multiplied(kind, emulated, rng, mon
     monkeypatch.setenv(VARIABLE, name)
     if name == "bf16_shares_sm90":
         force(division=evenly.shares(64))
-    fmt = oracle.V32 if name in ("fp8_sm90", "few_heads_sm90") else oracle.BF16_576
+    fmt = oracle.V32 if name == "fp8_sm90" else oracle.BF16_576
     splits = {"bf16_cluster_sm90": 2, "bf16_shares_sm90": None}.get(name, 1)
     main, q = paged(rng, fmt, 1, 1, 32 * TILE_ROWS, 64), queries(rng, 1, 1, 8, fmt.d_qk)
     main.indices = np.where(main.indices < 0, main.indices.max(), main.indices)

@@ -57,19 +57,20 @@ class Caches:
 
     Attributes:
         rows: by layout, bf16 [blocks, block_size, 576] and bytes [blocks, block_size, 656].
-        keys: bytes [blocks, block_size, 132].
+        keys: bytes [blocks, block_size, 132], of codes [blocks, block_size, 128].
+        table: of all requests, as wide as they may become.
     """
 
     def __init__(self, rng: np.random.Generator, block_size: int, heads: int, k: int, times: int = 1) -> None:
         self._rng, self._block_size, self._heads, self._k, self._times = rng, block_size, heads, k, times
         width = -(-MAX_LEN * times // block_size)
         blocks = REQUESTS * width + 1
-        self._table = rng.permutation(blocks)[: REQUESTS * width].reshape(REQUESTS, width).astype(np.int32)
+        self.table = rng.permutation(blocks)[: REQUESTS * width].reshape(REQUESTS, width).astype(np.int32)
         rows, packed = exact_rows(rng, blocks * block_size)
         self._values = rows.astype(np.float64)
-        self._codes = indexers.exact_codes(rng, blocks, block_size, 128)
+        self.codes = indexers.exact_codes(rng, blocks, block_size, 128)
         self.rows = {"bf16": rows.reshape(blocks, block_size, 576), "v32_fp8": packed.reshape(blocks, block_size, 656)}
-        self.keys = indexers.key_cache(self._codes, np.ones(self._codes.shape[:2], np.float32))
+        self.keys = indexers.key_cache(self.codes, np.ones(self.codes.shape[:2], np.float32))
 
     def step(self, name: str) -> Asked:
         """What a step of ORDER asks for. Contexts are `times` as long as there."""
@@ -78,7 +79,7 @@ class Caches:
             n * self._times if n else int(self._rng.integers(2, self._k + 1)) if query_len else 1
             for n, query_len in zip(lens, query_lens, strict=True)
         ]
-        tokens, table = sum(query_lens), self._table[list(which)]
+        tokens, table = sum(query_lens), self.table[list(which)]
         q = queries(self._rng, tokens, self._heads, 576)
         index_q = indexers.exact_codes(self._rng, tokens, INDEX_HEADS, 128)
         weights = indexers.exact_weights(self._rng, tokens, INDEX_HEADS)
@@ -88,7 +89,7 @@ class Caches:
             at = np.arange(seq_len)
             slots = table[r, at // self._block_size] * self._block_size + at % self._block_size
             for seen in range(seq_len - query_len + 1, seq_len + 1):
-                keys = self._codes.reshape(-1, 128)[slots[:seen]]
+                keys = self.codes.reshape(-1, 128)[slots[:seen]]
                 logits = oracle_indexer.logits(index_q[t], keys, np.ones(seen), weights[t])
                 lists[t] = oracle_indexer.topk(logits, self._k, 0, seen)
                 want[t], _, _ = oracle.attend(q[t], self._values[slots[lists[t][lists[t] >= 0]]], SCALE, None)

@@ -76,6 +76,19 @@ def test_steps_by_the_classes_of_the_wheel(rng_seed, version: str) -> None:
     assert result.stdout.count("registered by") == 2
     assert "bytes of the fused kernels below 8.9" in result.stdout
     assert "what stands in for TileLang and CuTe DSL" in result.stdout
+    assert result.stdout.count("DeepSeek-V4's layers") == 3
+
+
+@pytest.mark.contracts
+def test_ranks_that_share_rows(rng_seed) -> None:
+    """Two processes: the newest vLLM's layer, indexer and merge around our attention, and the benchmark's stand-ins."""
+    pytest.importorskip("transformers", reason="transformers is not installed, which vLLM imports")
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*run, "-m", "tests.integrations.wheel_ranks", unpacked("vllm"), str(rng_seed)]
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        assert result.stdout.count(f"rank {rank}: 9 steps over every other") == 4
 
 
 @pytest.mark.contracts

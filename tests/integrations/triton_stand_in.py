@@ -29,6 +29,10 @@ class Pointer:
         return Pointer(self.items, self.at + offset)
 
 
+def pointer(argument: Any) -> Any:
+    return Pointer.of(argument) if isinstance(argument, torch.Tensor) else argument
+
+
 def load(of: Pointer, mask: Any = None, other: float = 0.0) -> torch.Tensor:
     at = torch.as_tensor(of.at)
     if mask is None:
@@ -49,7 +53,11 @@ def largest(x: torch.Tensor, axis: int | None = None, keep_dims: bool = False) -
 
 
 def larger(a: Any, b: Any) -> torch.Tensor:
-    return torch.maximum(torch.as_tensor(a), torch.as_tensor(b, dtype=torch.float32))
+    return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def smaller(a: Any, b: Any) -> torch.Tensor:
+    return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
 
 
 class Kernel:
@@ -57,11 +65,13 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.function = function
+        self.arg_names = list(inspect.signature(function).parameters)
+        self.constexprs = [name for name in self.arg_names if name.isupper()]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*arguments: Any, **named: Any) -> None:
-            named = {name: named[name] for name in named if name in inspect.signature(self.function).parameters}
-            pointers = [Pointer.of(each) if isinstance(each, torch.Tensor) else each for each in arguments]
+            named = {name: pointer(named[name]) for name in named if name in self.arg_names}
+            pointers = [pointer(each) for each in arguments]
             for program in product(*map(range, grid)):
                 language.program_id = lambda axis, program=program: torch.tensor(program[axis])
                 self.function(*pointers, **named)
@@ -70,9 +80,10 @@ class Kernel:
 
 
 language = SimpleNamespace(
-    arange=torch.arange, load=load, store=store, sum=torch.sum, max=largest, maximum=larger, abs=torch.abs,
-    where=torch.where, reshape=torch.reshape, rsqrt=torch.rsqrt, div_rn=torch.div, int64=torch.int64,
-    float32=torch.float32, bfloat16=torch.bfloat16, float8e4nv=torch.float8_e4m3fn,
+    arange=torch.arange, load=load, store=store, sum=torch.sum, max=largest, maximum=larger, minimum=smaller,
+    abs=torch.abs, where=torch.where, reshape=torch.reshape, rsqrt=torch.rsqrt, div_rn=torch.div, exp=torch.exp,
+    exp2=torch.exp2, log=torch.log, log2=torch.log2, int64=torch.int64, float32=torch.float32,
+    bfloat16=torch.bfloat16, float8e4nv=torch.float8_e4m3fn,
     math=SimpleNamespace(exp2=torch.exp2, ceil=torch.ceil, log2=torch.log2),
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ import torch
 
 from cupy_mla import convert_req_index_to_global_index
 from tests.backends.test_sparse_mla import SCALE, assert_result
-from tests.integrations import triton_stand_in
+from tests.integrations import triton_stand_in, wheel_v4
 from tests.integrations.steps import ORDER, Asked, Caches
 from tests.integrations.test_vllm import HOSTILE, as_torch
 from tests.kinds import E4M3
@@ -187,6 +187,22 @@ class NoStream:
     def wait_stream(self, stream: Any) -> None: ...
 
 
+def without_gpu() -> None:
+    """What vLLM's builders and impl bases ask a GPU for."""
+    at = "vllm.v1.attention.backends.mla"
+    stock, groups, keys = (
+        importlib.import_module(f"{at}.{name}") for name in ("flashmla_sparse", "index_group", "indexer")
+    )
+    vars(importlib.import_module("vllm.v1.attention.ops.metadata"))["compute_token_to_req_indices"] = request_of_token
+    for name in ("_create_side_stream", "_create_event", "current_stream"):
+        vars(groups)[name] = lambda *_: NoStream()
+    for module in (importlib.import_module("vllm.model_executor.layers.attention.sparse_mla_attention"), keys):
+        module.PIN_MEMORY = False
+    for module in (stock, keys):
+        module.num_compute_units = lambda device: 132
+    importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(CPU)
+
+
 def key_ranges(
     starts: torch.Tensor, lens: torch.Tensor, key_starts: torch.Tensor, row_starts: torch.Tensor,
     requests: torch.Tensor, first: torch.Tensor, end: torch.Tensor, begin: int, stop: int, rank: int, ranks: int,
@@ -240,18 +256,11 @@ def drive(rng: np.random.Generator) -> None:
     ours = importlib.import_module("cupy_mla.integrations.vllm.sparse_mla")
     stock = importlib.import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
     groups = importlib.import_module("vllm.v1.attention.backends.mla.index_group")
-    vars(importlib.import_module("vllm.v1.attention.ops.metadata"))["compute_token_to_req_indices"] = request_of_token
+    keys_of = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
+    without_gpu()
     for module in (ours.common, groups):
         vars(module)["triton_convert_req_index_to_global_index"] = convert
-    for name in ("_create_side_stream", "_create_event", "current_stream"):
-        vars(groups)[name] = lambda *_: NoStream()
-    keys_of = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
-    for module in (ours.common, keys_of):
-        module.PIN_MEMORY = False
-    for module in (stock, keys_of):
-        module.num_compute_units = lambda device: 132
     keys_of._BUILD_PREFILL_CHUNK_METADATA_KERNEL = key_ranges
-    importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(CPU)
     context = vars(importlib.import_module("vllm.forward_context"))
     graphs = importlib.import_module("vllm.config").CUDAGraphMode
     spec = SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype_str=None)
@@ -472,16 +481,22 @@ def stand_ins(rng: np.random.Generator) -> None:
     print("what stands in for TileLang and CuTe DSL")
 
 
-def main(folder: str, seed: str) -> None:
+def import_from(folder: str) -> None:
+    """Let vLLM come from a folder, where packages that it imports may lack."""
     sys.path.insert(0, folder)
     sys.meta_path.append(_Lacking())  # type: ignore[arg-type]
+    torch.accelerator.empty_cache = lambda: None  # which needs a GPU
+
+
+def main(folder: str, seed: str) -> None:
+    import_from(folder)
     parallel = importlib.import_module("vllm.distributed.parallel_state")
     vars(parallel)["_TP"] = SimpleNamespace(world_size=1, rank_in_group=0)
-    torch.accelerator.empty_cache = lambda: None  # which needs a GPU
     rng = np.random.default_rng(int(seed))
     drive(rng)
     fused_kernels(rng)
     stand_ins(rng)
+    wheel_v4.drive(rng, engine)
 
 
 if __name__ == "__main__":

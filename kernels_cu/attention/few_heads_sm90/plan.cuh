@@ -19,19 +19,12 @@
 static_assert(CONSUMERS == (HEADS == 32 ? 2 : 3), "");
 constexpr int REGISTERS = CONSUMERS == 2 ? 232 : 152, PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 56;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP, THREADS = CONSUMER_THREADS + WARPGROUP;
-using Division = DivisionOf<THREADS>;
-// The rows of the call are divided into shares. Else a cluster has a split of an item, and each of its CTAs a part of it.
-constexpr bool IN_SHARES = Division::END == End::LEAVE;
+using Work = DivisionOf<THREADS>::Turn;  // a cluster has a split of an item, and each of its CTAs a part of it
 constexpr int V_TILES = D_V / 64, NOPE_BLOCKS = D_NOPE / 64;  // mma tiles of a warp's value columns; column blocks
 constexpr int Q_BLOCK_BYTES = HEADS * LINE_BYTES, Q_BYTES = D_QK / 64 * Q_BLOCK_BYTES;
-constexpr int P_COPIES = FOLDED ? Row::FOLDED_SCALES : 1, P_BYTES = HEADS * LINE_BYTES;
+constexpr int P_BYTES = HEADS * LINE_BYTES;
 constexpr int OWN_HEADS = HEADS / 4;  // of S^T and O^T in a thread (tile/heads.cuh)
-constexpr int UNROLLED_COPIES = HEADS == 32 ? 2 : 4;
-constexpr bool KEEPS_MAX = !FOLDED;  // prefill asks for the largest logits
-constexpr float REF_SLACK = 8.0f;    // the terms of a sum stay below 2^REF_SLACK, ...
-constexpr float P_LIMIT = 32768.0f;  // ... and values that are rounded to f16 below this
-
-static_assert(!IN_SHARES || FOLDED, "decode");
+constexpr float REF_SLACK = 8.0f;     // the terms of a sum stay below 2^REF_SLACK
 
 // Named barriers; WARPGROUP_SYNC: + warpgroup.
 enum NamedBarrier { WARPGROUP_SYNC = 1, CONSUMER_SYNC = 4 };
@@ -39,11 +32,8 @@ enum NamedBarrier { WARPGROUP_SYNC = 1, CONSUMER_SYNC = 4 };
 // Half of O^T as warpgroups exchange it. Four columns more a line spread the heads over the banks.
 constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
 
-// Shared memory: Q, P of each warpgroup, the rings, and the rest. In shares the space of Q and P is as large as two halves
-// of O^T, and behind them the weights of other CTAs' partial results, [partial result][head].
-constexpr int Q_AT = 0, P_AT = Q_BYTES, P_END = P_AT + CONSUMERS * P_COPIES * P_BYTES;
-constexpr int WEIGHTS_AT = Q_AT + 2 * EXCHANGE_BYTES, WEIGHTS_END = WEIGHTS_AT + MOST_SHARES * HEADS * 4;
-constexpr int RING_AT = IN_SHARES && WEIGHTS_END > P_END ? WEIGHTS_END : P_END;
+// Shared memory: Q, P of each warpgroup, the rings, and the rest.
+constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + CONSUMERS * P_BYTES;
 
 // A head's softmax over some rows, relative to `ref` like its O^T.
 struct Statistics {
@@ -52,18 +42,12 @@ struct Statistics {
 template <int STAGES>
 struct SmallOf {
     uint64_t full[4][2 * STAGES], empty[4][STAGES];
-    uint32_t told[4][STAGES];  // a bit for each row of a stage that is valid; or NO_TILE
-    float q_scale[HEADS];      // from S^T to logits in base 2
-    // What a warpgroup's sums (0), and the columns of each scale in its O^T (1 ..), are relative to.
-    float ref[CONSUMERS][1 + P_COPIES][HEADS];
-    float rise[CONSUMERS][1 + P_COPIES][HEADS];       // 2^(last reference - reference)
-    float chunk_factor[CONSUMERS][P_COPIES][HEADS];   // 2^(ref - reference of a scale)
-    float across[CONSUMERS][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
-    float weight[CONSUMERS][4][HEADS];                // of a warpgroup's columns 128 k .. in the CTA's result
-    float scale[HEADS];                               // of the CTA's result in the end
-    float own[HEADS];                                 // in shares: of it, among the partial results that are merged
-    int partials;                                     // in shares: how many partial results of other CTAs are merged
-    Division::State division;
+    uint32_t told[4][STAGES];              // a bit for each row of a stage that is valid; or NO_TILE
+    float ref[CONSUMERS][HEADS];           // what a warpgroup's sums and O^T are relative to
+    float rise[CONSUMERS][HEADS];          // 2^(last reference - reference)
+    float across[CONSUMERS][2][4][HEADS];  // between the warps of a warpgroup: sums, and largest logits
+    float weight[CONSUMERS][HEADS];        // of a warpgroup's O^T in the CTA's result
+    float scale[HEADS];                    // of the CTA's result in the end
 };
 // Stages of each ring: as many as there is space for.
 template <int STAGES>
@@ -76,15 +60,12 @@ using Small = SmallOf<STAGES>;
 constexpr int SHARED_BYTES = SharedBytes<STAGES>::VALUE;
 
 // What the producer warps say of the stages of a tile that is not there: no more tiles are left of the split.
-// The bits from TILES_BIT on say how many there were.
 constexpr uint32_t NO_TILE = 1 << STAGE_ROWS;
-constexpr int TILES_BIT = STAGE_ROWS + 1;
 
 // Once all rows are read, the rings hold O^T in float32, [head][column]: the halves that warpgroups 0 and 1 exchange,
-// and those that warpgroup 2 gives them. In shares O^T stands in the space of Q and P, where warpgroup 2 gives its own
-// when the others have been read.
-constexpr int EXCHANGE_AT = IN_SHARES ? Q_AT : RING_AT;
-static_assert(IN_SHARES || EXCHANGE_AT + 2 * (CONSUMERS - 1) * EXCHANGE_BYTES <= SMALL_AT, "");
+// and those that warpgroup 2 gives them.
+constexpr int EXCHANGE_AT = RING_AT;
+static_assert(EXCHANGE_AT + 2 * (CONSUMERS - 1) * EXCHANGE_BYTES <= SMALL_AT, "");
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
@@ -100,7 +81,7 @@ __device__ __forceinline__ Role consumer_role() {
 __device__ __forceinline__ Role anew(const Role& r) { return Role::of_lane(opaque(r.lane), r.warpgroup, r.warp); }
 __device__ __forceinline__ uint32_t q_lines() { return shared_address(shared) + Q_AT; }
 __device__ __forceinline__ uint32_t p_lines(const Role& r) {
-    return shared_address(shared) + P_AT + r.warpgroup * P_COPIES * P_BYTES;
+    return shared_address(shared) + P_AT + r.warpgroup * P_BYTES;
 }
 __device__ __forceinline__ void sync_warpgroup(const Role& r) {
     named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP);

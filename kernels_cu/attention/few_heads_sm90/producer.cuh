@@ -5,19 +5,10 @@
 #include "ptx/cache_policy.cuh"
 #include "tile/bulk_row.cuh"
 
-// Starts the copy of a row by the lane that has it. Rows of bf16 leave L2 first.
+// Starts the copy of a row by the lane that has it. Rows leave L2 first.
 __device__ __forceinline__ void copy_own_row(uint32_t to, const Row& row, int lane, uint32_t full) {
-    const uint8_t* data = row_or_zeros<COPIED_BYTES>(row.data, lane);
-    if constexpr (FOLDED) {
-        copy_in_bulk(to, data, COPIED_BYTES, full);
-    } else {
-        copy_in_bulk(to, data, COPIED_BYTES, full, evict_first());
-    }
+    copy_in_bulk(to, row_or_zeros<COPIED_BYTES>(row.data, lane), COPIED_BYTES, full, evict_first());
 }
-
-using Work = Division::Turn;
-
-__device__ __forceinline__ int num_turns(const AttentionParams& p) { return Division::num_turns(p, small().division); }
 
 // The list entries of tile `tile` at every 16th row, from a producer warp's own quarter on.
 struct TileEntries {
@@ -42,11 +33,12 @@ __device__ __forceinline__ void tell(int quarter, uint32_t number, uint32_t what
 }
 
 // A producer warp copies rows 16 `quarter` .. + 15 of every tile in which an entry is valid. Lane l holds row l % 16 of
-// one tile or (l >= 16) of the next. `number`: of the next stage.
-__device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work& w, int quarter, uint32_t& number) {
+// one tile or (l >= 16) of the next.
+__device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work& w, int quarter) {
     const int lane = threadIdx.x % 32, my_row = lane % 16, my_tile = lane / 16;
     const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
     int copied = 0;
+    uint32_t number = 0;  // of the next stage
     TileEntries entries(p, w, my_tile, quarter, my_row);
 #pragma unroll 1
     for (int pair = 0; pair < w.count(); pair += 2) {
@@ -71,18 +63,8 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
 #pragma unroll 1
     for (int i = 2 * copied; i < 2 * told; ++i, ++number) {
         wait_for_place(quarter, number);
-        tell(quarter, number, NO_TILE | copied << TILES_BIT, 0, lane);
+        tell(quarter, number, NO_TILE, 0, lane);
     }
-}
-
-// The power of two that brings the largest |q| of a head to just below 2^14, so that f16 holds all that counts, and
-// its inverse.
-struct QScale {
-    float up, down;
-};
-__device__ __forceinline__ QScale q_scale_of(uint32_t largest) {
-    const int exponent = min(140 - int(largest >> 7), 126);
-    return {__uint_as_float(uint32_t(127 + exponent) << 23), __uint_as_float(uint32_t(127 - exponent) << 23)};
 }
 
 // Q to shared memory, each warp a head at a time, in the order of the fragments: a line a head, in column blocks of
@@ -109,26 +91,14 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem&
 #pragma unroll
     for (int k = 0; k < HEADS / 8; ++k) {
         const int head = first + 8 * k;
-        QScale scale = {1.0f, 1.0f};
-        if (FOLDED) {
-            uint32_t most = 0;
-#pragma unroll
-            for (int i = 0; i < EACH; ++i)
-                most = max_bf16x2(most, max_bf16x2(abs_bf16x2(v[k][i].x), abs_bf16x2(v[k][i].y)));
-            scale = q_scale_of(__reduce_max_sync(~0u, larger_half(most)));
-        }
-        if (r.lane == 0) small().q_scale[head] = scale.down * p.scale_log2;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const int n = r.lane + 32 * i;
             if (n >= FOURS) break;
-            const bool rope = n >= D_NOPE / 4, narrow = FOLDED && !rope;
-            const int item = q_item(n % 16, rope || !FOLDED);
-            const float x = bf16_low(v[k][i].x) * scale.up, y = bf16_high(v[k][i].x) * scale.up;
-            const float z = bf16_low(v[k][i].y) * scale.up, u = bf16_high(v[k][i].y) * scale.up;
+            const int item = q_item(n % 16);
             const uint32_t to = swizzled(q_lines() + n / 16 * Q_BLOCK_BYTES, head, item / 8) + item % 8 * 2;
-            store_shared_4(to, narrow ? pack_f16x2(x, y) : pack_bf16x2(x, y));
-            store_shared_4(to ^ 16, narrow ? pack_f16x2(z, u) : pack_bf16x2(z, u));
+            store_shared_4(to, v[k][i].x);
+            store_shared_4(to ^ 16, v[k][i].y);
         }
     }
     sync_consumers();

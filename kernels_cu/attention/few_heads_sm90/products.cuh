@@ -30,28 +30,20 @@ __device__ __forceinline__ HeadFragments load_head_fragments(uint32_t place, int
     return f;
 }
 
-// acc += A . B^T over 16 of k, all heads. NARROW: in float16.
-template <bool NARROW>
+// acc += A . B^T over 16 of k, all heads.
 __device__ __forceinline__ void multiply(float (&acc)[HEAD_TILES][4], const uint32_t (&a)[4], const HeadFragments& f) {
 #pragma unroll
-    for (int j = 0; j < HEAD_TILES; ++j) {
-        if (NARROW) {
-            mma_m16n8k16_f16(acc[j], a, f.b[j][0], f.b[j][1]);
-        } else {
-            mma_m16n8k16(acc[j], a, f.b[j][0], f.b[j][1]);
-        }
-    }
+    for (int j = 0; j < HEAD_TILES; ++j) mma_m16n8k16(acc[j], a, f.b[j][0], f.b[j][1]);
 }
 
 // acc += 16 rows times a column block of Q. Q's fragments are read a step ahead; `f` are those of the first step.
-template <bool NARROW>
 __device__ __forceinline__ void multiply_block(uint32_t q_place, HeadFragments f, const uint32_t (&a)[4][4],
                                                float (&acc)[HEAD_TILES][4]) {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
         HeadFragments next;
         if (step < 3) next = load_head_fragments(q_place, step + 1);
-        multiply<NARROW>(acc, a[step], f);
+        multiply(acc, a[step], f);
         if (step < 3) f = next;
     }
 }
@@ -61,81 +53,43 @@ __device__ __forceinline__ void clear(float (&acc)[HEAD_TILES][4]) {
     for (int i = 0; i < HEADS / 2; ++i) acc[i / 4][i % 4] = 0.0f;
 }
 
-// FP8 rows: whether the scale of chunk t of a row is 0.
-__device__ __forceinline__ bool has_zero_scale(uint32_t row, int t) {
-    return __uint_as_float(load_shared_4(row + int(SCALE_OFFSET) + 4 * t)) == 0.0f;
-}
-
-// Rare: chunk t of each of a lane's two rows becomes zeros in the ring if its scale is 0: what is stored there counts as 0,
-// NaN too. `valid`: of the rows, a bit each; the others are zeros. All lanes of the warp call.
-__device__ __forceinline__ void clear_under_zeros(uint32_t row, int t, uint32_t valid) {
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i, row += STAGED, valid >>= 1) {
-        if (!(valid & 1) || !has_zero_scale(row, t)) continue;
-#pragma unroll 1
-        for (int at = 0; at < SCALE_TILE; at += 16) store_shared_16(row + SCALE_TILE * t + at, {0, 0, 0, 0});
-    }
-    __syncwarp();
-}
-
-// V32_FP8: the scales of chunk `k` of a thread's two rows.
-struct TwoScales {
-    float x, y;
-};
-__device__ __forceinline__ TwoScales load_scales(uint32_t row, int k) {
-    if constexpr (!FOLDED) return {1.0f, 1.0f};
-    row += int(SCALE_OFFSET) + 4 * k;
-    return {__uint_as_float(load_shared_4(row)), __uint_as_float(load_shared_4(row + STAGED))};
-}
-
-// S^T of a warp's 16 rows. SUMS sums run beside one another. V32_FP8: those of different scales, each then added times
-// its scale. Loops stay loops: a batch of one pays for every instruction fetched.
+// S^T of a warp's 16 rows. SUMS sums run beside one another. Loops stay loops: a batch of one pays for every instruction
+// fetched.
 __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (&s)[HEAD_TILES][4]) {
-    constexpr int SUMS = HEADS == 32 ? 1 : 2, EACH = FOLDED ? 2 : 1;
-    constexpr int BLOCK_BYTES = FOLDED ? 64 : 128;
+    constexpr int SUMS = HEADS == 32 ? 1 : 2, BLOCK_BYTES = 128;
     const uint32_t q = head_fragments_place(q_lines(), r.lane);
     const uint32_t q_rope = q + NOPE_BLOCKS * Q_BLOCK_BYTES;
     uint32_t a[4][4];
     QkRaw rope;
     HeadFragments f;
     if constexpr (D_ROPE > 0) {
-        rope = load_qk(row, ROPE_OFFSET, true, r.t);
+        rope = load_qk(row, ROPE_OFFSET, r.t);
         f = load_head_fragments(q_rope, 0);
     }
-    QkRaw raw = load_qk(row, 0, !FOLDED, r.t);  // always a column block ahead
+    QkRaw raw = load_qk(row, 0, r.t);  // always a column block ahead
     clear(s);
     if constexpr (D_ROPE > 0) {
-        qk_wide(rope, a);
-        multiply_block<false>(q_rope, f, a, s);
+        arrange_qk(rope, a);
+        multiply_block(q_rope, f, a, s);
     }
 #pragma unroll 1
-    for (int first = 0; first < NOPE_BLOCKS; first += SUMS * EACH) {
+    for (int first = 0; first < NOPE_BLOCKS; first += SUMS) {
         float sum[SUMS][HEAD_TILES][4];
-        TwoScales scales[SUMS];
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) clear(sum[i]);
 #pragma unroll
-        for (int i = 0; i < SUMS * EACH; ++i) {
-            const int block = first + i % SUMS * EACH + i / SUMS;
-            if (NOPE_BLOCKS % (SUMS * EACH) != 0 && block >= NOPE_BLOCKS) break;
+        for (int i = 0; i < SUMS; ++i) {
+            const int block = first + i;
+            if (NOPE_BLOCKS % SUMS != 0 && block >= NOPE_BLOCKS) break;
             f = load_head_fragments(q + block * Q_BLOCK_BYTES, 0);
-            qk_nope(raw, a);
-            const int next =
-                i + 1 < SUMS * EACH ? first + (i + 1) % SUMS * EACH + (i + 1) / SUMS : first + SUMS * EACH;
-            raw = load_qk(row, min(next, NOPE_BLOCKS - 1) * BLOCK_BYTES, !FOLDED, r.t);
-            if (i == SUMS * EACH - 1) {
-#pragma unroll
-                for (int k = 0; k < SUMS; ++k) scales[k] = load_scales(row, first / EACH + k);
-            }
-            multiply_block<FOLDED>(q + block * Q_BLOCK_BYTES, f, a, sum[i % SUMS]);
+            arrange_qk(raw, a);
+            raw = load_qk(row, min(block + 1, NOPE_BLOCKS - 1) * BLOCK_BYTES, r.t);
+            multiply_block(q + block * Q_BLOCK_BYTES, f, a, sum[i]);
         }
 #pragma unroll
         for (int k = 0; k < SUMS; ++k) {
 #pragma unroll
-            for (int i = 0; i < HEADS / 2; ++i) {
-                const float scale = FOLDED ? (i % 4 / 2 == 0 ? scales[k].x : scales[k].y) : 1.0f;
-                s[i / 4][i % 4] += sum[k][i / 4][i % 4] * scale;
-            }
+            for (int i = 0; i < HEADS / 2; ++i) s[i / 4][i % 4] += sum[k][i / 4][i % 4];
         }
     }
 }
@@ -143,23 +97,18 @@ __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (
 // O^T += V^T . P^T, and release of the tile, whose two stages of each quarter stand at `place` in the rings.
 __device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&place)[2],
                                             float (&o)[V_TILES][HEAD_TILES][4]) {
-    const uint32_t p = head_fragments_place(p_lines(r) + (FOLDED ? r.warp * P_BYTES : 0), r.lane);
+    const uint32_t p = head_fragments_place(p_lines(r), r.lane);
     const uint32_t ring = shared_address(shared) + RING_AT;
     StagedRows rows = {{ring + place[0] * STAGE_BYTES, ring + place[1] * STAGE_BYTES}};
     uint32_t empty = shared_address(small().empty[0]) + 8 * (r.lane == 0 ? place[0] : place[1]);
-    PvRaw raw = load_pv(rows, r.warp, r.g, r.t);
 #pragma unroll 1
     for (int quarter = 0; quarter < 4; ++quarter) {
         const HeadFragments f = load_head_fragments(p, quarter);
-        const PvRaw mine = raw;
         const StagedRows here = rows;
-        if (quarter < 3) {
-            rows = {{rows.stage[0] + RING_BYTES, rows.stage[1] + RING_BYTES}};
-            raw = load_pv(rows, r.warp, r.g, r.t);
-        }
-        for_pv_fragments(mine, here, r.warp, r.g, r.t, [&](int q, const uint32_t (&a)[2][4]) {
-            multiply<FOLDED>(o[2 * q], a[0], f);
-            multiply<FOLDED>(o[2 * q + 1], a[1], f);
+        if (quarter < 3) rows = {{rows.stage[0] + RING_BYTES, rows.stage[1] + RING_BYTES}};
+        for_pv_fragments(here, r.warp, r.g, r.t, [&](int q, const uint32_t (&a)[2][4]) {
+            multiply(o[2 * q], a[0], f);
+            multiply(o[2 * q + 1], a[1], f);
         });
         release_reads();
         mbarrier_arrive_for_warp_at_two(empty, r.lane);
@@ -169,7 +118,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&plac
 
 // --- softmax --------------------------------------------------------------------------------------------------
 
-// The softmax of a thread's heads. V32_FP8: the columns of a scale in O^T are relative to that scale's reference.
+// The softmax of a thread's heads.
 using Softmax = HeadsSoftmax<OWN_HEADS>;
 
 // The element of row (S^T) or column (O^T) i of a thread's two and its c-th head.
@@ -179,57 +128,40 @@ __device__ __forceinline__ T& at(T (&acc)[HEAD_TILES][4], int i, int c) {
 }
 
 // References rise to the tile's maxima; sums and O^T follow. The whole warpgroup calls.
-__device__ __forceinline__ void raise_references(const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4],
-                                                 Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
-    constexpr int REFS = FOLDED ? 1 + P_COPIES : 1;
+__device__ __forceinline__ void raise_references(const Role& r, const float (&s)[HEAD_TILES][4], Softmax& state,
+                                                 float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
-    float (&across)[1 + P_COPIES][4][HEADS] = sm.across[r.warpgroup];
-    float (&refs)[1 + P_COPIES][HEADS] = sm.ref[r.warpgroup], (&rise)[1 + P_COPIES][HEADS] = sm.rise[r.warpgroup];
-#pragma unroll 1
-    for (int k = 0; k < REFS; ++k) {
-        const TwoScales scales = k == 0 ? TwoScales{1.0f, 1.0f} : load_scales(row, k - 1);
-        const float x = log2_approx(scales.x), y = log2_approx(scales.y);
+    float (&across)[4][HEADS] = sm.across[r.warpgroup][0];
+    float (&refs)[HEADS] = sm.ref[r.warpgroup], (&rise)[HEADS] = sm.rise[r.warpgroup];
 #pragma unroll
-        for (int c = 0; c < OWN_HEADS; ++c) {
-            const float top = rows_max(fmaxf(at(s, 0, c) + x, at(s, 1, c) + y));
-            if (r.g == 0) across[k][r.warp][r.head(c)] = top;
-        }
+    for (int c = 0; c < OWN_HEADS; ++c) {
+        const float top = rows_max(fmaxf(at(s, 0, c), at(s, 1, c)));
+        if (r.g == 0) across[r.warp][r.head(c)] = top;
     }
     sync_warpgroup(r);
-#pragma unroll 1
-    for (int i = threadIdx.x % WARPGROUP; i < REFS * HEADS; i += WARPGROUP) {
-        const int k = i / HEADS, head = i % HEADS;
-        const float from = refs[k][head];
-        const float low = fmaxf(across[k][0][head], across[k][1][head]);
-        const float to = fmaxf(fmaxf(from, low), fmaxf(across[k][2][head], across[k][3][head]));
-        refs[k][head] = to;
-        rise[k][head] = rescale_factor(from, to);
+    const int head = threadIdx.x % WARPGROUP;
+    if (head < HEADS) {
+        const float from = refs[head], low = fmaxf(across[0][head], across[1][head]);
+        const float to = fmaxf(fmaxf(from, low), fmaxf(across[2][head], across[3][head]));
+        refs[head] = to;
+        rise[head] = rescale_factor(from, to);
     }
     sync_warpgroup(r);
-    if constexpr (FOLDED) {
-#pragma unroll 1
-        for (int i = threadIdx.x % WARPGROUP; i < P_COPIES * HEADS; i += WARPGROUP) {
-            const int k = i / HEADS, head = i % HEADS;
-            const float to = refs[1 + k][head];
-            sm.chunk_factor[r.warpgroup][k][head] = to == -INF ? 0.0f : exp2_approx(refs[0][head] - to);
-        }
-    }
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) {
         const int head = 8 * j + 2 * r.t;
-        const float2 ref = *reinterpret_cast<const float2*>(&refs[0][head]);
-        const float2 f = *reinterpret_cast<const float2*>(&rise[0][head]);
+        const float2 ref = *reinterpret_cast<const float2*>(&refs[head]);
+        const float2 f = *reinterpret_cast<const float2*>(&rise[head]);
         state.ref[2 * j] = ref.x;
         state.ref[2 * j + 1] = ref.y;
         state.sum[2 * j] *= f.x;
         state.sum[2 * j + 1] *= f.y;
-        const float2 by = FOLDED ? *reinterpret_cast<const float2*>(&rise[1 + r.warp % P_COPIES][head]) : f;
 #pragma unroll
         for (int v = 0; v < V_TILES; ++v) {
-            o[v][j][0] *= by.x;
-            o[v][j][1] *= by.y;
-            o[v][j][2] *= by.x;
-            o[v][j][3] *= by.y;
+            o[v][j][0] *= f.x;
+            o[v][j][1] *= f.y;
+            o[v][j][2] *= f.x;
+            o[v][j][3] *= f.y;
         }
     }
     sync_warpgroup(r);
@@ -237,8 +169,8 @@ __device__ __forceinline__ void raise_references(const Role& r, uint32_t row, co
 
 // P^T of the logits `s` to shared memory, and the sums of a thread's rows. Line = head, chunk = eight rows. True where
 // a reference is too low for a value.
-__device__ __forceinline__ bool store_p(const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4],
-                                        const Softmax& state, float (&sums)[OWN_HEADS]) {
+__device__ __forceinline__ bool store_p(const Role& r, const float (&s)[HEAD_TILES][4], const Softmax& state,
+                                        float (&sums)[OWN_HEADS]) {
     bool high = false;
     float e[HEAD_TILES][4];
 #pragma unroll
@@ -250,64 +182,47 @@ __device__ __forceinline__ bool store_p(const Role& r, uint32_t row, const float
         sums[c] = at(e, 0, c) + at(e, 1, c);
     }
     const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
-    uint32_t to = swizzled(p_lines(r), line, chunk);
-    float top = 0.0f;
-#pragma unroll UNROLLED_COPIES
-    for (int copy = 0; copy < P_COPIES; ++copy, to += P_BYTES) {
-        const TwoScales scales = load_scales(row, copy);
-        uint32_t rounded[HEADS / 4];
+    const uint32_t to = swizzled(p_lines(r), line, chunk);
+    uint32_t rounded[HEADS / 4];
 #pragma unroll
-        for (int j = 0; j < HEADS / 8; ++j) {
-            float2 f = {1.0f, 1.0f};
-            if (FOLDED)
-                f = *reinterpret_cast<const float2*>(&small().chunk_factor[r.warpgroup][copy][8 * j + 2 * r.t]);
+    for (int j = 0; j < HEADS / 8; ++j) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float scale = i == 0 ? scales.x : scales.y;
-                const float x = e[j][2 * i] * (scale * f.x), y = e[j][2 * i + 1] * (scale * f.y);
-                top = fmaxf(top, fmaxf(x, y));
-                rounded[2 * j + i] = FOLDED ? pack_f16x2(x, y) : pack_bf16x2(x, y);
-            }
-        }
-        if constexpr (HEADS == 8) {
-            stmatrix_x2_trans(to, rounded[0], rounded[1]);
-        } else {
-#pragma unroll
-            for (int j = 0; j < HEADS / 8; j += 2)
-                stmatrix_x4_trans(to + j * 1024, rounded[2 * j], rounded[2 * j + 1], rounded[2 * j + 2],
-                                  rounded[2 * j + 3]);
-        }
+        for (int i = 0; i < 2; ++i) rounded[2 * j + i] = pack_bf16x2(e[j][2 * i], e[j][2 * i + 1]);
     }
-    return high || (FOLDED && top > P_LIMIT);
+    if constexpr (HEADS == 8) {
+        stmatrix_x2_trans(to, rounded[0], rounded[1]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < HEADS / 8; j += 2)
+            stmatrix_x4_trans(to + j * 1024, rounded[2 * j], rounded[2 * j + 1], rounded[2 * j + 2],
+                              rounded[2 * j + 3]);
+    }
+    return high;
 }
 
 // S^T to P^T in shared memory; the warpgroup has met when this returns. `first`: its first tile, without references
 // yet.
-__device__ __forceinline__ void softmax_tile(const Role& r, bool first, const bool (&valid)[2], uint32_t row,
+__device__ __forceinline__ void softmax_tile(const Role& r, bool first, const bool (&valid)[2], float scale_log2,
                                              float (&s)[HEAD_TILES][4], Softmax& state,
                                              float (&o)[V_TILES][HEAD_TILES][4]) {
 #pragma unroll
-    for (int j = 0; j < HEADS / 8; ++j) {
-        const float2 f = *reinterpret_cast<const float2*>(&small().q_scale[8 * j + 2 * r.t]);
+    for (int c = 0; c < OWN_HEADS; ++c) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            s[j][2 * i] = valid[i] ? s[j][2 * i] * f.x : -INF;
-            s[j][2 * i + 1] = valid[i] ? s[j][2 * i + 1] * f.y : -INF;
-        }
+        for (int i = 0; i < 2; ++i) at(s, i, c) = valid[i] ? at(s, i, c) * scale_log2 : -INF;
     }
     float sums[OWN_HEADS];
     sync_warpgroup(r);  // the previous tile's P^T has been read
     bool raise = first;
 #pragma unroll 1
     while (true) {
-        if (__builtin_expect(raise, 0)) raise_references(r, row, s, state, o);
-        const bool high = named_barrier_any(WARPGROUP_SYNC + r.warpgroup, WARPGROUP, store_p(r, row, s, state, sums));
+        if (__builtin_expect(raise, 0)) raise_references(r, s, state, o);
+        const bool high = named_barrier_any(WARPGROUP_SYNC + r.warpgroup, WARPGROUP, store_p(r, s, state, sums));
         if (raise || !high) break;
         raise = true;
     }
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
         state.sum[c] += sums[c];
-        if (KEEPS_MAX) state.max[c] = fmaxf(state.max[c], fmaxf(at(s, 0, c), at(s, 1, c)));
+        state.max[c] = fmaxf(state.max[c], fmaxf(at(s, 0, c), at(s, 1, c)));
     }
 }

@@ -6,35 +6,30 @@
 
 // Stores the sums (and maxima) of each warp's rows.
 __device__ __forceinline__ void store_statistics(const Role& r, const Softmax& state) {
-    float (&across)[1 + P_COPIES][4][HEADS] = small().across[r.warpgroup];
+    float (&across)[2][4][HEADS] = small().across[r.warpgroup];
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
-        const float sum = rows_sum(state.sum[c]), max = KEEPS_MAX ? rows_max(state.max[c]) : 0.0f;
+        const float sum = rows_sum(state.sum[c]), max = rows_max(state.max[c]);
         if (r.g == 0) {
             across[0][r.warp][r.head(c)] = sum;
-            if (KEEPS_MAX) across[1][r.warp][r.head(c)] = max;
+            across[1][r.warp][r.head(c)] = max;
         }
     }
 }
 
-// Merges the warpgroups' softmax of a head, and finds what their columns 128 k .. are multiplied with. A thread for
-// each head and k.
-__device__ __forceinline__ Statistics merge_statistics(int k, int head) {
+// Merges the warpgroups' softmax of a head, and finds what their O^T is multiplied with.
+__device__ __forceinline__ Statistics merge_statistics(int head) {
     Small& sm = small();
     float ref = -INF, sum = 0.0f, max = -INF;
 #pragma unroll
-    for (int wg = 0; wg < CONSUMERS; ++wg) ref = fmaxf(ref, sm.ref[wg][0][head]);
+    for (int wg = 0; wg < CONSUMERS; ++wg) ref = fmaxf(ref, sm.ref[wg][head]);
 #pragma unroll
     for (int wg = 0; wg < CONSUMERS; ++wg) {
-        const float own = sm.ref[wg][0][head];
-        sm.weight[wg][k][head] = rescale_factor(sm.ref[wg][FOLDED ? 1 + k % P_COPIES : 0][head], ref);
-        const float (&across)[1 + P_COPIES][4][HEADS] = sm.across[wg];
-        sum += rescale_factor(own, ref) *
-               ((across[0][0][head] + across[0][1][head]) + (across[0][2][head] + across[0][3][head]));
-        if (KEEPS_MAX) {
+        const float weight = sm.weight[wg][head] = rescale_factor(sm.ref[wg][head], ref);
+        const float (&across)[2][4][HEADS] = sm.across[wg];
+        sum += weight * ((across[0][0][head] + across[0][1][head]) + (across[0][2][head] + across[0][3][head]));
 #pragma unroll
-            for (int warp = 0; warp < 4; ++warp) max = fmaxf(max, across[1][warp][head]);
-        }
+        for (int warp = 0; warp < 4; ++warp) max = fmaxf(max, across[1][warp][head]);
     }
     return {ref, sum, max};
 }
@@ -75,11 +70,11 @@ __device__ __forceinline__ void write_columns(const AttentionParams& p, const Wo
 // A thread's place in half `half` of the columns, which warpgroups 0 and 1 (`by` 0) or warpgroup 2 (`by` 1) give.
 __device__ __forceinline__ float* given_half(const Role& r, int by, int half) {
     auto* columns = reinterpret_cast<float*>(shared + EXCHANGE_AT + (2 * by + half) * EXCHANGE_BYTES);
-    return columns + 2 * r.t * HALF_LINE + pv_column(r.warp, r.g, 0) / (FOLDED ? 2 : 1);
+    return columns + 2 * r.t * HALF_LINE + pv_column(r.warp, r.g, 0);
 }
-// Word 2 half + k of the columns of head c. The words of a half stand side by side as they do in a row.
+// Word 2 half + k of the columns of head c.
 __device__ __forceinline__ float4& four_columns(float* half, int c, int k) {
-    return *reinterpret_cast<float4*>(half + (c / 2 * 8 + c % 2) * HALF_LINE + (FOLDED ? 4 : 128) * k);
+    return *reinterpret_cast<float4*>(half + (c / 2 * 8 + c % 2) * HALF_LINE + 128 * k);
 }
 
 // Stores half `HALF` of a warpgroup's columns.
@@ -108,7 +103,7 @@ __device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows,
         const int head = r.head(c);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const float a = sm.weight[HALF][r.warp][head], b = sm.weight[1 - HALF][r.warp][head];
+            const float a = sm.weight[HALF][head], b = sm.weight[1 - HALF][head];
             const float (&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k];
             const float (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
             float4& four = four_columns(both, c, k);
@@ -116,7 +111,7 @@ __device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows,
             v = make_float4(a * at(first, 0, c) + b * v.x, a * at(first, 1, c) + b * v.y,
                             a * at(second, 0, c) + b * v.z, a * at(second, 1, c) + b * v.w);
             if (CONSUMERS == 3 && third_has_rows) {
-                const float w = sm.weight[CONSUMERS - 1][r.warp][head];
+                const float w = sm.weight[CONSUMERS - 1][head];
                 const float4 x = four_columns(third, c, k);
                 v = make_float4(v.x + w * x.x, v.y + w * x.y, v.z + w * x.z, v.w + w * x.w);
             }
@@ -130,10 +125,8 @@ __device__ __forceinline__ void write_merged(const AttentionParams& p, const Wor
 #pragma unroll 4
     for (int i = threadIdx.x; i < HEADS * D_V / 4; i += CONSUMER_THREADS) {
         const int head = i / (D_V / 4), column = i % (D_V / 4) * 4;
-        const int half = FOLDED ? column / 8 % 2 : column / 256,
-                  at = FOLDED ? column / 16 * 8 + column % 8 : column % 256;
-        const auto* v = reinterpret_cast<const float4*>(shared + EXCHANGE_AT + half * EXCHANGE_BYTES +
-                                                        (head * HALF_LINE + at) * 4);
+        const auto* v = reinterpret_cast<const float4*>(shared + EXCHANGE_AT + column / 256 * EXCHANGE_BYTES +
+                                                        (head * HALF_LINE + column % 256) * 4);
         write_columns(p, w, head, column, *v, small().scale[head]);
     }
 }
@@ -151,12 +144,14 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
     }
     sync_consumers();
     const ClusterResults<4> partials(p, (blockIdx.y * p.num_queries + w.query.index) * gridDim.z + blockIdx.z);
-    if (threadIdx.x < 4 * HEADS) {
-        const int k = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
-        const Statistics merged = merge_statistics(k, head);
-        if (k == 0 && partials.ctas > 1) partials.write_statistics(head, merged.ref, merged.sum, merged.max);
-        if (k == 0 && partials.ctas == 1)
+    const int head = threadIdx.x;
+    if (head < HEADS) {
+        const Statistics merged = merge_statistics(head);
+        if (partials.ctas > 1) {
+            partials.write_statistics(head, merged.ref, merged.sum, merged.max);
+        } else {
             sm.scale[head] = finish_head(p, w, head, true, merged.ref, merged.sum, merged.max);
+        }
     }
     sync_consumers();
     // Chunk 128 (4 c + q) + thread: word q of the columns of head c of a thread of warpgroup 0 or 1.
@@ -188,153 +183,4 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
         write_columns(p, w, head, column, make_float4(v[0], v[1], v[2], v[3]), 1.0f);
     };
     partials.merge<CONSUMER_THREADS>(weights, head_of, column_of, finish, sync_consumers, store);
-}
-
-// --- results of shares ----------------------------------------------------------------------------------------
-
-// Where a thread's word 2 half + k of the columns of head c stands in a partial result: chunk 128 (4 c + 2 half + k) +
-// thread.
-__device__ __forceinline__ int chunk_of(const Role& r, int c, int k) {
-    return 128 * (4 * c + 2 * r.warpgroup + k) + threadIdx.x % WARPGROUP;
-}
-
-// o += weight * v, of a head's columns in two mma tiles.
-__device__ __forceinline__ void add_columns(float (&first)[HEAD_TILES][4], float (&second)[HEAD_TILES][4], int c,
-                                            float own, float weight, float4 v) {
-    at(first, 0, c) = own * at(first, 0, c) + weight * v.x;
-    at(first, 1, c) = own * at(first, 1, c) + weight * v.y;
-    at(second, 0, c) = own * at(second, 0, c) + weight * v.z;
-    at(second, 1, c) = own * at(second, 1, c) + weight * v.w;
-}
-
-// Warpgroup HALF adds what warpgroup `other` has given of its half of the columns. `first`: its own columns do not have
-// their weight yet.
-template <int HALF>
-__device__ __forceinline__ void add_half(const Role& r, int other, bool first, float (&o)[V_TILES][HEAD_TILES][4]) {
-    const Small& sm = small();
-    float* given = given_half(r, 0, HALF);
-#pragma unroll
-    for (int c = 0; c < OWN_HEADS; ++c) {
-        const float own = first ? sm.weight[HALF][r.warp][r.head(c)] : 1.0f;
-        const float weight = sm.weight[other][r.warp][r.head(c)];
-#pragma unroll
-        for (int k = 0; k < 2; ++k)
-            add_columns(o[4 * HALF + 2 * k], o[4 * HALF + 2 * k + 1], c, own, weight, four_columns(given, c, k));
-    }
-}
-
-// The columns of warpgroup HALF, with `count` partial results of the CTAs before, to shared memory; or as a partial
-// result to the CTA whose share ends the item.
-template <int HALF>
-__device__ __forceinline__ void finish_half(const Role& r, bool ends_item, int count,
-                                            const PartialResults<4>& partials, float (&o)[V_TILES][HEAD_TILES][4]) {
-    auto columns_of = [&](int c, int k) {
-        float (&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k];
-        float (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
-        return make_float4(at(first, 0, c), at(first, 1, c), at(second, 0, c), at(second, 1, c));
-    };
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-        const float* weights = reinterpret_cast<const float*>(shared + WEIGHTS_AT) + i * HEADS;
-        float4 chunks[OWN_HEADS][2];  // all loads are under way at a time
-#pragma unroll
-        for (int c = 0; c < OWN_HEADS; ++c) {
-#pragma unroll
-            for (int k = 0; k < 2; ++k) chunks[c][k] = partials.chunk_of(partials.rank - count + i, chunk_of(r, c, k));
-        }
-#pragma unroll
-        for (int c = 0; c < OWN_HEADS; ++c) {
-            const float own = i == 0 ? small().own[r.head(c)] : 1.0f, weight = weights[r.head(c)];
-#pragma unroll
-            for (int k = 0; k < 2; ++k)
-                add_columns(o[4 * HALF + 2 * k], o[4 * HALF + 2 * k + 1], c, own, weight, chunks[c][k]);
-        }
-    }
-    float* to = given_half(r, 0, HALF);
-#pragma unroll
-    for (int c = 0; c < OWN_HEADS; ++c) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            if (ends_item) {
-                four_columns(to, c, k) = columns_of(c, k);
-            } else {
-                partials.write(chunk_of(r, c, k), columns_of(c, k));
-            }
-        }
-    }
-}
-
-// A head's softmax over the rows of the CTA and those of `count` partial results before, to the head's statistics, the
-// weights of all, and the scale of their sum.
-__device__ __forceinline__ void finish_shared_head(const AttentionParams& p, const Work& w, int head,
-                                                   const Statistics& own, int count,
-                                                   const PartialResults<4>& partials) {
-    Small& sm = small();
-    auto* weights = reinterpret_cast<float*>(shared + WEIGHTS_AT) + head;
-    const int first = partials.rank - count;
-    float top = own.ref;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) top = fmaxf(top, partials.statistics_of(first + i, head).x);
-    sm.own[head] = rescale_factor(own.ref, top);
-    float sum = sm.own[head] * own.sum;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-        const float4 theirs = partials.statistics_of(first + i, head);
-        const float weight = rescale_factor(theirs.x, top);
-        weights[i * HEADS] = weight;
-        sum += weight * theirs.y;
-    }
-    sm.scale[head] = finish_head(p, w, head, true, top, sum, -INF);
-}
-
-// Merges the warpgroups of a CTA, and writes the results or leaves a partial result. The rings are not touched.
-__device__ __forceinline__ void write_shared_results(const AttentionParams& p, const Work& w, const Role& r,
-                                                     const Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
-    Small& sm = small();
-    const PartialResults<4> partials = {p.cluster_parts, int(blockIdx.x)};
-    const bool begins_item = w.begin == 0, merges = w.ends_item && !begins_item;
-    sync_consumers();  // Q and P have been read
-    store_statistics(r, state);
-    if (r.warpgroup == 0) give_half<1>(given_half(r, 0, 1), o);
-    if (r.warpgroup == 1) give_half<0>(given_half(r, 0, 0), o);
-    if (merges && r.warpgroup == 2 && r.warp == 0) {
-        const int count = Division::wait_for_earlier(p, r.lane);
-        if (r.lane == 0) sm.partials = count;
-    }
-    sync_consumers();
-    const int count = merges ? sm.partials : 0;
-    if (threadIdx.x < 4 * HEADS) {
-        const int k = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
-        const Statistics merged = merge_statistics(k, head);
-        if (k == 0 && !w.ends_item) partials.write_statistics(head, merged.ref, merged.sum, -INF);
-        if (k == 0 && w.ends_item) finish_shared_head(p, w, head, merged, count, partials);
-    }
-    sync_consumers();
-    if (r.warpgroup == 0) add_half<0>(r, 1, true, o);
-    if (r.warpgroup == 1) add_half<1>(r, 0, true, o);
-    if (w.count() > 2) {
-        sync_consumers();
-        if (r.warpgroup == 2) {
-            give_half<0>(given_half(r, 0, 0), o);
-            give_half<1>(given_half(r, 0, 1), o);
-        }
-        sync_consumers();
-        if (r.warpgroup == 0) add_half<0>(r, 2, false, o);
-        if (r.warpgroup == 1) add_half<1>(r, 2, false, o);
-    }
-    if (r.warpgroup == 0) finish_half<0>(r, w.ends_item, count, partials, o);
-    if (r.warpgroup == 1) finish_half<1>(r, w.ends_item, count, partials, o);
-    sync_consumers();
-    if (w.ends_item) {
-        write_merged(p, w);
-    } else if (threadIdx.x == 0) {
-        Division::announce(p, begins_item);
-    }
-}
-
-// Before a CTA's next split: nothing is left of the one before.
-__device__ __forceinline__ void clear_references() {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < CONSUMERS * (1 + P_COPIES) * HEADS; i += CONSUMER_THREADS)
-        (&small().ref[0][0][0])[i] = -INF;
 }

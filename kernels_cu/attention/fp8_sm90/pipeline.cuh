@@ -157,7 +157,7 @@ __device__ __forceinline__ void run(const AttentionParams& p) {
         only = find_work(p, 0);
     }
     if (!FOUND_EARLY || has_lengths(p)) wait_for_earlier_kernels();
-    static_assert(Division::SCRATCH_BYTES <= 2 * LINES_BYTES, "the space of P, to which no bulk copies come");
+    static_assert(Division::SCRATCH_BYTES <= P_BYTES, "the space of P, to which no bulk copies come");
     Division::finish(p, sm.division, cta, reinterpret_cast<uint16_t*>(shared + P_AT));
     if (!FOUND_EARLY) let_next_kernel_start();
     int stage = 0;

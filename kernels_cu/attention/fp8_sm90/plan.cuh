@@ -95,7 +95,9 @@ enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5, PRODUCER
 constexpr int GROUP_HEADS = HEADS / 8, GROUP_GAP = 32;
 
 // Shared memory: Q, P of each warpgroup's tile, the ring, and the rest.
-constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES + 1024, RING_AT = P_AT + 2 * LINES_BYTES;
+constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES + 1024;
+// Results leave through the space of P, eight heads at a time.
+constexpr int P_BYTES = HEADS < 32 ? 8 * 2 * D_V : 2 * LINES_BYTES, RING_AT = P_AT + P_BYTES;
 static_assert(Q_BLOCKS * LINES_BYTES + 7 * GROUP_GAP <= P_AT && P_AT % 1024 == 0, "lines of P are swizzled");
 
 // What the consumers are told of a split: two `turn`s of the CTA are kept.

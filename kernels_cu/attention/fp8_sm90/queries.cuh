@@ -15,11 +15,14 @@ __device__ __forceinline__ bool are_alone(int n) { return PAIRED || n >= D_NOPE 
 //   128 n + 32 t + 16 odd + 8 half  in block 2 n + odd, where two share columns,
 //   64 block + 16 t + 8 half        in a block that is alone.
 // A thread takes all t and k of a head, a half and several blocks, so that it stores 16 bytes at a time. Of the ninth
-// block it takes T_OF_LAST of the four t.
+// block it takes T_OF_LAST of the four t; of 16 heads warpgroup 0 does.
 struct QPart {
     int head, half, odd, last_t;
 };
-constexpr int T_OF_LAST = HEADS / 32;
+// Of pairs of column blocks a thread has one block each: of PAIRS, PAIRS_APART from one to the next.
+constexpr int PAIRS = HEADS / 16, PAIRS_APART = 64 / HEADS;
+__device__ __forceinline__ int first_pair(const Role& r) { return (HEADS == 16 ? r.warp : r.warp / 2) % PAIRS_APART; }
+constexpr int T_OF_LAST = HEADS < 32 ? 1 : HEADS / 32;
 constexpr bool NINTH = Q_BLOCKS == 9;
 
 // The loads and the stores of eight lanes meet all banks: two halves of heads that are in four groups (raw_q) and in
@@ -27,12 +30,18 @@ constexpr bool NINTH = Q_BLOCKS == 9;
 __device__ __forceinline__ QPart q_part(const Role& r) {
     const int i = r.lane / 2 % 4, eight = r.lane / 8, group = (i ^ eight) + r.warp % 2 * 4;
     QPart part;
-    part.head = group * GROUP_HEADS + i + r.warp / 2 % (HEADS / 32) * 4;
+    if constexpr (HEADS == 16) {
+        part.head = 2 * (i + eight / 2 * 4) + (i / 2 ^ eight % 2);
+    } else {
+        part.head = group * GROUP_HEADS + i + r.warp / 2 % (HEADS / 32) * 4;
+    }
     part.half = r.lane % 2;
     part.odd = r.warpgroup;
-    part.last_t = ((r.warpgroup * (64 / HEADS) + r.warp / 2 % (64 / HEADS)) ^ eight) % (128 / HEADS) * T_OF_LAST;
+    part.last_t = ((r.warpgroup * PAIRS_APART + first_pair(r)) ^ eight) % (4 / T_OF_LAST) * T_OF_LAST;
     return part;
 }
+
+__device__ __forceinline__ bool has_last(const QPart& part) { return HEADS > 16 || part.odd == 0; }
 
 template <int WORDS>
 __device__ __forceinline__ void store_shared(uint32_t to, const uint32_t (&x)[WORDS]) {
@@ -92,10 +101,9 @@ __device__ __forceinline__ float logit_scale_of(const AttentionParams& p, float 
 
 // Q in place, to f16 and in the order of multiply_qk. Returns what a logit is to be multiplied with.
 __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, const Attended& w, const Role& r) {
-    constexpr int PAIRS = HEADS / 16;  // of column blocks, of which a thread has one block each
     static_assert(Q_BLOCKS * 64 == D_QK && (NINTH || Q_BLOCKS == 8), "");
     const QPart part = q_part(r);
-    auto pair = [&](int i) { return i * (64 / HEADS) + r.warp / 2 % (64 / HEADS); };
+    auto pair = [&](int i) { return i * PAIRS_APART + first_pair(r); };
     const uint32_t raw = raw_q(part.head, 2 * D_QK) + 16 * part.half;
     mbarrier_wait(shared_address(&small().q_full), turn & 1);
     Vec16 columns[PAIRS][4], last[T_OF_LAST];
@@ -131,15 +139,14 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, cons
     for (int i = 0; i < PAIRS; ++i) store_q(line + part.odd * LINES_BYTES, 2 * pair(i), columns[i], factor, true);
     // RoPE of FP4 rows is not 2^-7 of its numbers, but what it is multiplied with.
     const uint32_t factor_of_last = is_there ? power_of_two_bf16x2(shift + 127 - FP4_EXPONENT) : 0;
-    if (NINTH) store_q(line + 4 * part.last_t, 8, last, factor_of_last, PLAIN || ROPE_CODED);
+    if (NINTH && has_last(part)) store_q(line + 4 * part.last_t, 8, last, factor_of_last, PLAIN || ROPE_CODED);
     return logit_scale_of(p, __uint_as_float(uint32_t(127 - shift) << 23));
 }
 
 // The same of Q in e4m3, which f16 holds as it is.
 __device__ __forceinline__ float load_q_e4m3(const AttentionParams& p, int turn, const Attended& w, const Role& r) {
-    constexpr int PAIRS = HEADS / 16;
     const QPart part = q_part(r);
-    auto pair = [&](int i) { return i * (64 / HEADS) + r.warp / 2 % (64 / HEADS); };
+    auto pair = [&](int i) { return i * PAIRS_APART + first_pair(r); };
     const uint32_t raw = raw_q(part.head, D_QK) + 8 * part.half;
     mbarrier_wait(shared_address(&small().q_full), turn & 1);
     const bool is_there = part.head < p.h_q - w.first_head;  // known now
@@ -157,6 +164,6 @@ __device__ __forceinline__ float load_q_e4m3(const AttentionParams& p, int turn,
     const uint32_t line = swizzled(shared_address(shared) + Q_AT, part.head, 4 * part.half);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) store_q_e4m3(line + part.odd * LINES_BYTES, 2 * pair(i), codes[i]);
-    if (NINTH) store_q_e4m3(line + 4 * part.last_t, 8, last);
+    if (NINTH && has_last(part)) store_q_e4m3(line + 4 * part.last_t, 8, last);
     return logit_scale_of(p, load_call_scale(p.q_scale));
 }

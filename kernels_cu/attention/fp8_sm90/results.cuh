@@ -126,7 +126,7 @@ __device__ __forceinline__ void write_partial(const AttentionParams& p, const At
 
 // A thread's values of a partial result for some of its heads, from number `first` on.
 struct Chunks {
-    static constexpr int COUNT = 8;
+    static constexpr int COUNT = OWN_HEADS < 8 ? OWN_HEADS : 8;
     float4 of[COUNT];
 };
 __device__ __forceinline__ Chunks load_chunks(const PartialResults<8>& partials, int number, int first) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void merge_segments(const AttentionParams& p, const A
         return;
     }
     float* weights = reinterpret_cast<float*>(shared + P_AT);  // no P is read any more; the next Q may be on its way
-    static_assert(MAX_CLUSTER * HEADS * 4 <= 2 * LINES_BYTES, "");
+    static_assert(MAX_CLUSTER * HEADS * 4 <= P_BYTES, "");
     if (threadIdx.x < HEADS) {
         float weight[MAX_CLUSTER];
         const float scale = partials.weigh(
@@ -286,8 +286,8 @@ __device__ __forceinline__ void store_results(const AttentionParams& p, const At
     if (END == End::KEEP || wide) {
         // Eight heads at a time through the space of P, [head][column], from where whole lines are written. Stretches
         // of 32 bytes change places from one pair of heads to the next, so that a warp's stores meet all banks.
-        constexpr int LINE = 2 * D_V, BUFFERS = HEADS / 32;
-        static_assert(BUFFERS * 8 * LINE == 2 * LINES_BYTES, "");
+        constexpr int LINE = 2 * D_V, BUFFERS = P_BYTES / (8 * LINE);
+        static_assert(BUFFERS * 8 * LINE == P_BYTES, "");
         const int head = threadIdx.x / 64, column = threadIdx.x % 64 * 8, heads = p.h_q - w.first_head;
         OutAt to = further_out(p, results, head, column);  // of this head and every fourth one behind it
 #pragma unroll

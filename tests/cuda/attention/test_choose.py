@@ -152,7 +152,7 @@ def test_invariant_choices_do_not_depend_on_the_batch(layout, heads):
     [
         (V4_FP8, 8, "fp8_sm90", 3),
         (V4_FP8, 128, "fp8_sm90", 3),
-        (V32_FP8, 16, "few_heads_sm90", 4),
+        (V32_FP8, 16, "fp8_sm90", 3),
         (V32_FP8, 17, "fp8_sm90", 3),
         (BF16_576, 16, "few_heads_sm90", 4),
         (BF16_576, 128, "few_heads_sm90", 4),
@@ -182,7 +182,7 @@ def test_splits_of_large_batches_are_taken_in_turn():
         ("fp8_sm90", "teams(heads=64, splits=3)", Teams),
         (None, "segments(splits=5)", Segments),
         (None, Whole(32), Whole),
-        ("few_heads_sm90", Clusters(16, 34, 2), Clusters),
+        ("portable", Clusters(64, 34, 1), Clusters),
         ("portable_99kb", None, object),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_name_that_does_not_exist_is_an_error(name):
         ("fp8_sm90", decode(BF16_576, 64, 1)),
         ("fp8_sm90", decode(V32_FP8, 64, 1, gpu=L40)),
         ("fp8_short_sm90", decode(V4_FP8, 64, 1)),
-        ("few_heads_sm90", decode(V4_FP8, 8, 1)),
+        ("few_heads_sm90", decode(V32_FP8, 8, 1)),
         ("bf16_grouped_sm90", prefill(33, 1000)),
         ("portable", decode(V32_FP8, 8, 1, gpu=L40)),
     ],

@@ -1,11 +1,20 @@
-"""`few_heads_sm90`, for V32_FP8 and bf16 rows, against the oracle. Needs a Hopper GPU."""
+"""`few_heads_sm90`, for bf16 rows, against the oracle. Needs a Hopper GPU."""
 
 from __future__ import annotations
 
 import pytest
 
 from ... import oracle
-from ...cases import check_decode, check_prefill, check_unequal_prefill, paged, prefill_inputs, queries, sinks
+from ...cases import (
+    check_decode,
+    check_prefill,
+    check_unequal_prefill,
+    paged,
+    prefill_inputs,
+    queries,
+    sinks,
+    with_holes,
+)
 from .replays import check_replays_with_other_lengths
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +48,7 @@ def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
     check_unequal_prefill(hopper, rng, s_q, 13, d_qk)
 
 
-@pytest.mark.parametrize("fmt", [oracle.V32, oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 17, None])
 @pytest.mark.parametrize(
     ("b", "s_q", "h_q", "topk", "block_size"),
@@ -58,9 +67,19 @@ def test_decode(hopper, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
     check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, sink=sinks(rng, h_q), num_splits=num_splits)
 
 
-@pytest.mark.parametrize("fmt", [oracle.V32, oracle.BF16_576], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 17, None])
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk"), [(7, 1, 7, 1000), (3, 2, 16, 2048), (5, 3, 8, 65), (2, 1, 33, 700), (140, 1, 12, 63)]
+)
+def test_tiles_without_an_entry(hopper, rng, fmt, b, s_q, h_q, topk, num_splits):
+    main = paged(rng, fmt, b, s_q, topk, 64, lengths=bool(rng.integers(2)))
+    with_holes(rng, main)
+    check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, sink=sinks(rng, h_q), num_splits=num_splits)
+
+
 @pytest.mark.parametrize("b", [3, 70])
-def test_replays_with_other_lengths(hopper, rng, fmt, b):
+def test_replays_with_other_lengths(hopper, rng, b):
     """A captured graph of two calls, run again with other lengths in memory."""
-    main = paged(rng, fmt, b, 2, 300, 64, lengths=True)
-    check_replays_with_other_lengths(rng, fmt, queries(rng, b, 2, 12, fmt.d_qk), main, times=2)
+    main = paged(rng, oracle.BF16_576, b, 2, 300, 64, lengths=True)
+    check_replays_with_other_lengths(rng, oracle.BF16_576, queries(rng, b, 2, 12, 576), main, times=2)

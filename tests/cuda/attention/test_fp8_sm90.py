@@ -145,7 +145,7 @@ def test_splits_in_turn(hopper, force, rng, fmt, b, s_q, h_q, topk, extra_topk, 
     main.indices[-1, :, np.arange(topk) // 64 % 4 == 1] = -1  # all tiles of the second of 4 splits
     q, sink = off_zero(fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, extra), sinks(rng, h_q)
     more = {"sink": sink, "num_splits": num_splits}
-    heads = rng.choice([32, 64])
+    heads = rng.choice([16, 32, 64])
     force(division=f"clusters(heads={heads})")
     of_clusters = run_decode(hopper, q, main, extra, **more)
     force(division=f"segments(heads={heads})")

@@ -17,7 +17,7 @@ from .two_gpus import check_two_gpus_in_turn
 pytestmark = pytest.mark.gpu
 
 FORMATS = pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
-HEADS = pytest.mark.parametrize("heads", [32, 64])
+HEADS = pytest.mark.parametrize("heads", [16, 32, 64])
 
 KERNEL = "fp8_sm90"
 BY_LENGTH = 0  # splits

@@ -180,7 +180,7 @@ inline void wgmma(float (&c)[N], uint64_t a, uint64_t b) {
 // ... or in registers.
 template <Values VALUES, Sum SUM, Major B, int N>
 inline void wgmma(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
-    static_assert(N == 16 || N == 32 || N == 128, "");
+    static_assert(N == 8 || N == 16 || N == 32 || N == 128, "");
     using Item = emu::ItemOf<VALUES>;
     emu::Wgmma& product = emu::issue<Item, SUM, true, Major::K, B>(c, 0, b);
     for (int half = 0; half < 2; ++half) {

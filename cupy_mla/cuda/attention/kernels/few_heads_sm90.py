@@ -1,7 +1,6 @@
-"""`kernels_cu/attention/few_heads_sm90.cu`: V32_FP8 and bf16 rows on Hopper, 8, 16 or 32 heads of a query at a time.
+"""`kernels_cu/attention/few_heads_sm90.cu`: bf16 rows on Hopper, 8, 16 or 32 heads of a query at a time.
 
-Rows may be split over the CTAs of a cluster, over partial results, or both; those of V32_FP8 in decode of up to 16
-heads may be divided evenly over all CTAs. V4_FP8 is faster on `fp8_sm90`.
+Rows may be split over the CTAs of a cluster, over partial results, or both. FP8 rows are faster on `fp8_sm90`.
 """
 
 from __future__ import annotations
@@ -10,29 +9,25 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from ....layouts import BF16_512, BF16_576, D_V, V32_FP8, V32_NOPE_FP8, Layout
+from ....layouts import BF16_512, BF16_576, D_V, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
 from ...paging import ceil_div
 from ...program import Launch, Program
 from ..call import Call
-from ..divide import PARTIAL_BYTES, Clusters, Division, Shares, Whole, largest_cluster, split_numbers
+from ..divide import PARTIAL_BYTES, Clusters, Division, Whole, largest_cluster, split_numbers
 from ..problem import TILE_ROWS, Problem
 from ..times import Work
 from . import combine
-from .work import Counted, rounds_of, shares
+from .work import Counted, rounds_of
 
-LAYOUTS = (BF16_576, BF16_512, V32_FP8, V32_NOPE_FP8)  # that the kernel can read
-TIMED_AS = {V32_NOPE_FP8: V32_FP8}  # there are no records of it: it is taken to take as long
+LAYOUTS = (BF16_576, BF16_512)  # that the kernel can read
 CONSUMERS = {8: 3, 16: 3, 32: 2}  # consumer warpgroups of a CTA, by its heads
 HEADS = tuple(CONSUMERS)  # heads a CTA is built for
-UNEVEN_ITEM_COST = 11  # of lists that are not equally long, in eighths of a pair of tiles
-LEAST_SPLIT = 2  # pairs of tiles, in shares
 INVARIANT_ROWS = 512  # of a split of a batch-invariant call
 
-SHARES, SPLITS = 2, 5  # how work is divided over CTAs: kernels_cu/attention/division/division.cuh
-EVEN_HEADS = (8, 16)  # heads a CTA that takes an equal share is built for
+SPLITS = 5  # how work is divided over CTAs: kernels_cu/attention/division/division.cuh
 # What takes time in whole items and splits: where a CTA reads rows of its own, and where several read the same.
 AMOUNTS = tuple(
     (
@@ -40,7 +35,6 @@ AMOUNTS = tuple(
         "combine", "results",
     ) for of in ("", "shared ")
 )  # fmt: skip
-MOST_SHARES = 144  # CTAs among which rows are divided evenly: there is space for the weights of as many results
 
 
 @cache
@@ -50,23 +44,22 @@ def block_heads(h_q: int) -> int:
 
 
 @cache
-def kernel(layout: Layout, heads: int, evenly: bool = False) -> Kernel:
-    """The kernel for one cache layout and heads of a CTA; `evenly`: all rows are divided over the CTAs."""
+def kernel(layout: Layout, heads: int) -> Kernel:
+    """The kernel for one cache layout and heads of a CTA."""
     defines = {
         **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "CONSUMERS": CONSUMERS[heads],
-        "MAX_CLUSTER": MAX_CLUSTER, "DIVISION": SHARES if evenly else SPLITS, "MOST_SHARES": MOST_SHARES,
-        "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
+        "MAX_CLUSTER": MAX_CLUSTER, "DIVISION": SPLITS,
     }  # fmt: skip
     return Kernel(
         "attention/few_heads_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
-        max_cluster=1 if evenly else MAX_CLUSTER, overlaps=True,
+        max_cluster=MAX_CLUSTER, overlaps=True,
     )  # fmt: skip
 
 
 @cache
 def cluster_kernel(heads: int) -> Kernel:
     """The variant that is asked how many clusters run at a time; a CTA of every variant takes a whole SM."""
-    return kernel(V32_FP8, heads)
+    return kernel(BF16_576, heads)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -74,35 +67,23 @@ def kernels() -> Iterator[Kernel]:
     for layout in LAYOUTS:
         for heads in HEADS:
             yield kernel(layout, heads)
-        for heads in EVEN_HEADS if layout.quantized else ():
-            yield kernel(layout, heads, True)
 
 
 def serves(problem: Problem) -> bool:
-    """bf16 rows and those with float32 scales, of which batch-invariant calls of more heads are for `fp8_sm90`."""
-    many = problem.fixed and problem.heads > 16 and problem.layout.quantized
-    return problem.on_hopper and problem.layout in LAYOUTS and not many
+    """bf16 rows."""
+    return problem.on_hopper and problem.layout in LAYOUTS
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Whole items, clusters, partial results for `combine.cu`, and shares; of flat bf16 rows clusters alone.
+    """Whole items, clusters, and partial results for `combine.cu`; of flat rows clusters alone.
 
-    Not for more than 16 heads over FP8 or flat bf16 rows: other kernels are faster.
+    Not for more than 16 heads over flat rows: other kernels are faster.
     """
-    if problem.heads > 16 and (problem.layout.quantized or problem.flat) and not (problem.asks or problem.fixed):
+    if problem.heads > 16 and problem.flat and not (problem.asks or problem.fixed):
         return
-    few = not problem.layout.quantized and problem.flat
-    yield from splits_of(problem, block_heads(problem.heads), apart=not few)
+    yield from splits_of(problem, block_heads(problem.heads), apart=not problem.flat)
     if problem.heads > 16:
-        yield from splits_of(problem, 16, apart=not few)
-    if shared_out(problem) and not problem.splits(INVARIANT_ROWS):
-        yield Shares(min(block_heads(problem.heads), max(EVEN_HEADS)))
-
-
-def shared_out(problem: Problem) -> bool:
-    """Whether there is a kernel that divides the rows into shares."""
-    few = problem.heads <= max(EVEN_HEADS) or problem.division
-    return problem.layout.quantized and bool(few)
+        yield from splits_of(problem, 16, apart=not problem.flat)
 
 
 def splits_of(problem: Problem, heads: int, apart: bool = True, clusters: bool = True) -> Iterator[Division]:
@@ -135,8 +116,6 @@ def splits_of(problem: Problem, heads: int, apart: bool = True, clusters: bool =
 
 def fits(problem: Problem, division: Any) -> bool:
     """Whether the kernel is built for a division of a kind that it has."""
-    if isinstance(division, Shares):
-        return division.heads in EVEN_HEADS and division.splits == 0 and division.ctas <= MOST_SHARES
     return division.heads in HEADS and (
         division == Whole(division.heads) if isinstance(division, Whole) else division.fits
     )
@@ -144,11 +123,8 @@ def fits(problem: Problem, division: Any) -> bool:
 
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
-    heads, layout = division.heads, TIMED_AS.get(problem.layout, problem.layout)
-    if isinstance(division, Shares):
-        return (layout.name, "shares", heads, problem.lists), *shares(problem, problem.items(heads))
-    kind = "whole" if isinstance(division, Whole) else "clusters"
-    return (layout.name, kind, heads, problem.phase), *of_splits(problem, division, CONSUMERS[heads])
+    heads, kind = division.heads, "whole" if isinstance(division, Whole) else "clusters"
+    return (problem.layout.name, kind, heads, problem.phase), *of_splits(problem, division, CONSUMERS[heads])
 
 
 def of_splits(problem: Problem, division: Any, consumers: int) -> Counted:
@@ -173,11 +149,6 @@ def of_splits(problem: Problem, division: Any, consumers: int) -> Counted:
 def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch: a cluster a query, a partial result and a tile of heads; or so many CTAs, a share each."""
     heads, each = division.heads, division.heads * PARTIAL_BYTES
-    if isinstance(division, Shares):
-        division = division.filled(problem, min(problem.gpu.sms, MOST_SHARES), LEAST_SPLIT)
-        fields = {**division.fields(problem, each), **call.planned(problem, heads, division.ctas)}
-        params = call.params.replaced(num_splits=1, **fields)
-        return [Launch(kernel(problem.layout, heads, True), (division.ctas, 1, 1), params)]
     cluster, splits = (1, 1) if isinstance(division, Whole) else (division.cluster, division.num_splits)
     memory = {} if isinstance(division, Whole) else division.memory(problem, each)
     params = call.params.replaced(num_splits=splits, **memory)

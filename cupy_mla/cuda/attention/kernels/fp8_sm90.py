@@ -1,4 +1,4 @@
-"""`kernels_cu/attention/fp8_sm90.cu`: FP8 rows on Hopper, 32 or 64 heads of a query at a time."""
+"""`kernels_cu/attention/fp8_sm90.cu`: FP8 rows on Hopper, 16, 32 or 64 heads of a query at a time."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ from ..divide import (
 )
 from ..problem import TILE_ROWS, Problem
 from ..times import Work
-from . import few_heads_sm90
 from .work import fitting, rounds_of, shares, split, whole
 
 # That the kernel can read, and the pipeline over rows of a block table.
 LAYOUTS_OF_FP8 = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512, V32_NOPE_FP8, V41_FP8, V41_FP8_SPLIT)
 LAYOUTS = (*LAYOUTS_OF_FP8, V32_NVFP4, V4_NVFP4)
-HEADS = (32, 64)  # heads a CTA is built for
-RING = {32: 4, 64: 3}  # stages, a tile each; kernels_cu/attention/fp8_sm90.cu
+HEADS = (16, 32, 64)  # heads a CTA is built for
+TIMED_HEADS, OF_FEWER = 32, 0.9  # fewer take so much of the time of so many (an H200, 0.86 to 0.92)
+DENSE_LINES = HEADS[1:]  # of a work item over rows of a block table
+RING = {16: 4, 32: 4, 64: 3}  # stages, a tile each; kernels_cu/attention/fp8_sm90.cu
 UNEVEN_ITEM_COST = 8  # of lists that are not equally long, in eighths of a pair of tiles
 LEAST_SPLIT = 2  # pairs of tiles, in shares
 INVARIANT_ROWS = 704  # of a split of a batch-invariant call; a CTA can take a query's splits in turn
@@ -123,23 +124,20 @@ def kernels() -> Iterator[Kernel]:
 
 
 def serves(problem: Problem) -> bool:
-    """Decode over FP8 and FP4 rows; batch-invariant calls of few heads are for `few_heads_sm90` where that can
-    read the rows."""
-    few = problem.fixed and problem.heads <= 16 and problem.layout in few_heads_sm90.LAYOUTS
-    able = problem.on_hopper and problem.layout in LAYOUTS
-    return able and not few and not problem.prefill
+    """Decode over FP8 and FP4 rows."""
+    return problem.on_hopper and problem.layout in LAYOUTS and not problem.prefill
+
+
+def widths(heads: int) -> tuple[int, ...]:
+    """Heads of a CTA that are worth a look for a query with so many."""
+    return HEADS[:1] if heads <= 16 else HEADS[1:2] if heads <= 32 else HEADS[1:]
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Whole items, shares, clusters and teams; the splits that are asked for in clusters or in turn.
-
-    Not for up to 8 heads over rows with float32 scales: `few_heads_sm90` is faster.
-    """
-    if problem.heads <= 8 and problem.layout in few_heads_sm90.LAYOUTS and not problem.asks:
-        return
+    """Whole items, shares, clusters and teams; the splits that are asked for in clusters or in turn."""
     asked, every, plain = problem.splits(INVARIANT_ROWS), problem.division, problem.layout.scale_of_call
     at_once = problem.gpu.clusters_at_once(cluster_kernel())
-    for heads in HEADS if problem.heads > min(HEADS) or every else HEADS[:1]:
+    for heads in HEADS if every else widths(problem.heads):
         items = problem.items(heads)
         if asked > MAX_CLUSTER:
             yield Shares(heads, splits=min(asked, MOST_SPLITS))
@@ -208,7 +206,9 @@ def work(problem: Problem, division: Any) -> Work:
         rounds = rounds_of(items, problem.gpu.clusters_at_once(cluster_kernel())[splits - 1] if clustered else sms)
         amounts = tuple(rounds * amount for amount in amounts) if rounds > 1 else amounts
     layout = TIMED_AS.get(problem.layout, problem.layout)
-    return (layout.name, kind, heads, problem.lists), names, amounts
+    if heads < TIMED_HEADS:
+        amounts = tuple(OF_FEWER * amount for amount in amounts)
+    return (layout.name, kind, max(heads, TIMED_HEADS), problem.lists), names, amounts
 
 
 def same_bits(division: Division) -> Iterator[Division]:
