@@ -265,25 +265,37 @@ def measure(rng: random.Random, gpu: driver.Gpu, row: Row) -> Row:
     found = list(dict.fromkeys([chosen, *found]))
     rng.shuffle(found)
     make = (prefill_calls if "prefill" in row["kind"] else decode_calls)(row)
+    return {**row, "chosen": f"{chosen[0]} {chosen[1]}", "us": times_of(found, make)}
+
+
+def times_of(found: list[Way], make: Callable[[], list[Call]]) -> dict[str, float]:
+    """Microseconds of a call by each way, by its text."""
     graphs = []
     for kernel, division in found:
         # Where the kernel is forced, it groups lists whatever they share; so the division alone names it.
         with cupy_mla.forced(None if kernel == "bf16_grouped_sm90" else kernel, division):
             graphs.append(graph_of(make()))
     times = replay_times(graphs, REPEATS)
-    us = {f"{kernel} {of}": round(t / SETS, 2) for (kernel, of), t in zip(found, times, strict=True)}
-    return {**row, "chosen": f"{chosen[0]} {chosen[1]}", "us": us}
+    return {f"{kernel} {of}": round(t / SETS, 2) for (kernel, of), t in zip(found, times, strict=True)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=330, help="after which no row is begun")
+def run(
+    name: str,
+    description: str | None,
+    kernels: str,
+    seconds: float,
+    drawn: Callable[[random.Random], Iterator[Row]],
+    measure: Callable[[random.Random, driver.Gpu, Row], Row],
+) -> None:
+    """A program that measures rows until its time is over, and writes the record of that name."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=seconds, help="after which no row is begun")
     parser.add_argument("--only", metavar="REGEX", default="", help="the kinds in whose name this is found")
     options = parser.parse_args()
     seed = random.randrange(1 << 31)
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    load_kernels("^attention/")
+    load_kernels(kernels)
     print(f"compiled after {time.monotonic() - BEGAN:.0f} s", flush=True)
     gpu = driver.gpu(0)
     at_once = {
@@ -293,7 +305,7 @@ def main() -> None:
             (few_heads_sm90, few_heads_sm90.cluster_kernel(16)),
         )
     }  # fmt: skip
-    path = Path(os.environ.get("OUT", RESULTS)) / "candidates.json"
+    path = Path(os.environ.get("OUT", RESULTS)) / f"{name}.json"
     rows: list[Row] = []
 
     def write() -> None:
@@ -315,6 +327,10 @@ def main() -> None:
                 write()
     write()
     print(f"{path}: {len(rows)} calls, {sum(len(row['us']) for row in rows)} candidates")
+
+
+def main() -> None:
+    run("candidates", __doc__, "^attention/(?!dense)", 330, drawn, measure)
 
 
 if __name__ == "__main__":

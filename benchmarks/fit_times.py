@@ -2,11 +2,12 @@
 
 python benchmarks/fit_times.py [h200 | h100 | ...]
 
-Writes cupy_mla/cuda/attention/times/<gpu>.py from candidates.json (`benchmarks/candidates.py`) in the folder of the
-GPU's records: for each kernel and kind of work a time for each amount, none negative. It begins with those of the least
-squares of relative errors, candidates near the fastest of their call counting most; then it goes down the gradient of
-what is to be small: how much slower the chosen candidate is than the fastest one. Where a choice is still slower by
-more than `EXCEPTION`, a row says how much less time the fastest takes for that call.
+Writes cupy_mla/cuda/attention/times/<gpu>.py from what candidates.py and dense_candidates.py have written into the
+folder of the GPU's records: for each kernel and kind of work a time for each amount, none negative. It begins with
+those of the least squares of relative errors, candidates near the fastest of their call counting most; then it goes
+down the gradient of what is to be small: how much slower the chosen candidate is than the fastest one. Where a choice
+of sparse attention is still slower by more than `EXCEPTION`, a row says how much less time the fastest takes for that
+call.
 
 What was measured on the other GPU alone, a kernel or all of a GPU without such a record, has the times of that one,
 scaled by the GPU's other records.
@@ -20,14 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recorded import FOLDERS, Measured, candidates, other_records
+from recorded import FOLDERS, Measured, candidates, kernels_of, other_records
 
-from cupy_mla.cuda.attention.choose import KERNELS
+from cupy_mla.cuda.attention.problem import DenseProblem
 from cupy_mla.cuda.attention.times import size_of, text_of
 
 TIMES = Path(__file__).resolve().parent.parent / "cupy_mla" / "cuda" / "attention" / "times"
 EXCEPTION = 0.04  # slower than the fastest, from which on a call is an exception
 NEAR = 3  # the power of (fastest / candidate) that a candidate's error counts with
+RECORDS = "candidates", "dense_candidates"
+# Kernels of which a record has few rows each: they are scaled alike.
+TOGETHER = dict.fromkeys(("dense_cluster_sm90", "dense_whole_sm90", "dense_sm90"), "dense kernels of 16-bit rows")
 STEPS, RATE = 2500, 0.01  # of the descent, on logarithms
 SOFTNESS = 0.02  # relative difference of times at which the faster candidate is taken as often as not
 HONESTY = 0.1  # weight of the times' own errors in the descent
@@ -58,12 +62,12 @@ class Candidates:
             problem = row.problem._replace(kernel=row.kernel)
             offered = {
                 (name, division)
-                for name, kernel in KERNELS.items()
+                for name, kernel in kernels_of(problem).items()
                 if problem.kernel in ("", name) and kernel.serves(problem)
                 for division in kernel.candidates(problem)
             }
             for way, us in row.us.items():
-                words, of_work, amounts = KERNELS[way[0]].work(row.problem, way[1])
+                words, of_work, amounts = kernels_of(problem)[way[0]].work(row.problem, way[1])
                 key = way[0], text_of(words)
                 for name, amount in zip(of_work, amounts, strict=True):
                     entries.append((len(listed), names.setdefault((*key, name), len(names)), amount))
@@ -138,6 +142,8 @@ def fit(rows: list[Measured]) -> tuple[Fitted, Exceptions]:
     """Times of all kinds of work, and the calls for which candidates take another time than that."""
     data = Candidates(rows)
     weight = (1 + data.slower) ** -NEAR
+    if isinstance(rows[0].problem, DenseProblem):
+        weight *= data.offered  # items of few lines were measured in many rounds, too, where they take other times
     x = np.array([float(f"{time:.4g}") if time > 1e-4 else 0.0 for time in descend(data, begin(data, weight), weight)])
     fitted: Fitted = {}
     for (kernel, kind, name), i in sorted(data.names.items()):
@@ -150,7 +156,9 @@ def fit(rows: list[Measured]) -> tuple[Fitted, Exceptions]:
     for number, row in enumerate(rows):
         here = np.flatnonzero((data.call == number) & data.offered)
         taken, best = chosen[number], here[np.argmin(data.us[here])]
-        if data.us[taken] > (1 + EXCEPTION) * data.us[best] and row.kind != "large prefill":  # there lists decide
+        if isinstance(row.problem, DenseProblem) or row.kind == "large prefill":  # lengths and lists decide
+            continue
+        if data.us[taken] > (1 + EXCEPTION) * data.us[best]:
             kernel, division = data.ways[best]
             factor = data.us[best] / data.us[taken] * times[taken] / times[best]
             exceptions.setdefault(size_of(row.problem), {})[f"{kernel} {division}"] = float(f"{factor:.3g}")
@@ -162,16 +170,17 @@ def fit(rows: list[Measured]) -> tuple[Fitted, Exceptions]:
 
 
 def scaled(fitted: Fitted, name: str) -> Fitted:
-    """Times of another GPU, those of decode scaled to the records of this one: for each kernel the times at load, which
-    are those of memory, and all others. Rows of prefills come from L2, and cards of one kind do not differ there."""
+    """Times of another GPU, those of decode scaled to the records of this one: for each kernel, or all of TOGETHER, the
+    times at load, which are those of memory, and all others. Rows of prefills come from L2, and cards of one kind do
+    not differ there."""
     shares: dict[str, list[tuple[float, float, float]]] = {}
     for problem, kernel, division, us in other_records(name):
-        words, of_work, amounts = KERNELS[kernel].work(problem, division)
+        words, of_work, amounts = kernels_of(problem)[kernel].work(problem, division)
         known = fitted.get(kernel, {}).get(text_of(words))
-        if known is not None and not problem.prefill:
+        if known is not None and (isinstance(problem, DenseProblem) or not problem.prefill):
             each = {n: amount * known.get(n, 0.0) for n, amount in zip(of_work, amounts, strict=True)}
             load = sum(value for n, value in each.items() if at_load(n))
-            shares.setdefault(kernel, []).append((load, sum(each.values()) - load, us))
+            shares.setdefault(TOGETHER.get(kernel, kernel), []).append((load, sum(each.values()) - load, us))
     scales: dict[str, Any] = {}
     for kernel, found in shares.items():
         a = np.array(found)
@@ -179,7 +188,7 @@ def scaled(fitted: Fitted, name: str) -> Fitted:
         print(f"{name} {kernel}, {len(a)} rows: at load {load:.2f}, all else {other:.2f} of the other GPU's")
 
     def times(kernel: str, kind: str, each: dict[str, float]) -> dict[str, float]:
-        load, other = (1.0, 1.0) if "prefill" in kind else scales.get(kernel, (1.0, 1.0))
+        load, other = (1.0, 1.0) if "prefill" in kind else scales.get(TOGETHER.get(kernel, kernel), (1.0, 1.0))
         return {n: float(f"{value * (load if at_load(n) else other):.4g}") for n, value in each.items()}
 
     return {k: {kind: times(k, kind, each) for kind, each in kinds.items()} for k, kinds in fitted.items()}
@@ -211,17 +220,24 @@ def write(name: str, source: str, fitted: Fitted, exceptions: Exceptions) -> Non
 
 
 def main() -> None:
-    rows = {name: list(candidates(name)) for name in FOLDERS}
-    fits = {name: fit(of) for name, of in rows.items() if of}
+    fits: dict[str, tuple[Fitted, Exceptions]] = {}
+    for name in FOLDERS:
+        fitted: Fitted = {}
+        exceptions: Exceptions = {}
+        for rows in filter(None, (list(candidates(name, record)) for record in RECORDS)):
+            of_record, more = fit(rows)
+            fitted, exceptions = {**fitted, **of_record}, {**exceptions, **more}
+        if fitted:
+            fits[name] = fitted, exceptions
     for name in sys.argv[1:] or FOLDERS:
         fitted, exceptions = fits.get(name, ({}, {}))
-        source = f"{name}'s candidates.json" if fitted else ""
+        source = f"{name}'s candidates" if fitted else ""
         for other in (other for other in fits if other != name):
-            more = missing(fitted, fits[other][0])
-            if more:
-                which = f"{', '.join(sorted(more))} from " if fitted else ""
+            lacked = missing(fitted, fits[other][0])
+            if lacked:
+                which = f"{', '.join(sorted(lacked))} from " if fitted else ""
                 source += f"{'; ' * bool(source)}{which}{other}'s, scaled to the records of {name}"
-            for kernel, kinds in scaled(more, name).items():
+            for kernel, kinds in scaled(lacked, name).items():
                 fitted[kernel] = {**fitted.get(kernel, {}), **kinds}
         write(name, source, dict(sorted(fitted.items())), exceptions)
 

@@ -298,8 +298,8 @@ class Record:
         part = ".part" if self.options.quick or self.options.only or self.left_out else ""
         if self.left_out:
             self.note("left_out", self.left_out)
-        sparse = [row for row in self.rows if row.get("kind") != "dense"] if self.name in recorded.OTHERS else []
-        for row in sparse:
+        chosen = [row for row in self.rows if row.get("kind") != "dense"] if self.name in recorded.OTHERS else []
+        for row in chosen:
             row["way"] = recorded.chosen_way(driver.gpu(0), row)
         path = Path(os.environ.get("OUT", RESULTS)) / f"{self.name}{part}.json"
         path.write_text(json.dumps({**environment(), **self.notes, "rows": self.rows}, indent=1) + "\n")

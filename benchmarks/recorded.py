@@ -6,16 +6,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from cases import numbers
 
-from cupy_mla.cuda.attention.choose import choose
+from cupy_mla.cuda.attention import dense
+from cupy_mla.cuda.attention.choose import KERNELS, choose
 from cupy_mla.cuda.attention.divide import Division, division
 from cupy_mla.cuda.attention.kernels import few_heads_sm90, fp8_sm90
-from cupy_mla.cuda.attention.problem import Problem
+from cupy_mla.cuda.attention.problem import DenseProblem, Problem
 from cupy_mla.cuda.driver import Gpu, Launchable
-from cupy_mla.layouts import BF16_512, BF16_576, V4_FP8, V32_FP8
+from cupy_mla.cuda.paging import ceil_div
+from cupy_mla.layouts import BF16_512, BF16_576, PLAIN_FP8_576, V4_FP8, V32_FP8
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FOLDERS = {"h200": RESULTS, "h100": RESULTS / "h100"}  # where the records of a GPU lie, by the name of its times
@@ -46,11 +49,16 @@ class Measured(NamedTuple):
         kernel: "portable" or "portable_99kb", if only that one was measured; else "".
     """
 
-    problem: Problem
+    problem: Problem | DenseProblem
     us: dict[tuple[str, Division], float]
     chosen: tuple[str, Division]
     kernel: str
     kind: str
+
+
+def kernels_of(problem: Problem | DenseProblem) -> dict[str, ModuleType]:
+    """Those of sparse or of dense attention, by their names."""
+    return dense.KERNELS if isinstance(problem, DenseProblem) else KERNELS
 
 
 def gpu_of(record: dict[str, Any]) -> RecordedGpu:
@@ -70,13 +78,23 @@ def problem_of(gpu: Gpu, row: dict[str, Any]) -> Problem:
     )  # fmt: skip
 
 
+DENSE_LAYOUTS = {"dense bf16": BF16_576, "dense V32": V32_FP8, "dense plain": PLAIN_FP8_576}
+DENSE_BLOCK = 64  # rows
+
+
+def dense_problem_of(gpu: Gpu, row: dict[str, Any]) -> DenseProblem:
+    """The dense call of a row."""
+    rows = DENSE_BLOCK * ceil_div(row["length"], DENSE_BLOCK)
+    return DenseProblem(gpu, DENSE_LAYOUTS[row["kind"]], row["h"], row["s_q"], row["b"], rows, rows, DENSE_BLOCK)
+
+
 def way_of(text: str) -> tuple[str, Division]:
     """The kernel and division that a record names."""
     kernel, _, divided = text.partition(" ")
     return kernel, division(divided)
 
 
-def as_now(problem: Problem, way: tuple[str, Division], us: float) -> tuple[tuple[str, Division], float]:
+def as_now(problem: Problem | DenseProblem, way: tuple[str, Division], us: float) -> tuple[tuple[str, Division], float]:
     """A candidate of a record that was made when `fp8_sm90` had 32 heads a CTA also for queries with up to 16."""
     kernel, of = way
     least = fp8_sm90.widths(problem.heads)[0]
@@ -85,7 +103,7 @@ def as_now(problem: Problem, way: tuple[str, Division], us: float) -> tuple[tupl
     return (kernel, of._replace(heads=least)), fp8_sm90.OF_FEWER * us  # type: ignore[attr-defined]
 
 
-def is_there(problem: Problem, kernel: str) -> bool:
+def is_there(problem: Problem | DenseProblem, kernel: str) -> bool:
     """Whether a kernel of a record still reads the rows: `few_heads_sm90` read FP8 rows, too."""
     return kernel != "few_heads_sm90" or problem.layout in few_heads_sm90.LAYOUTS
 
@@ -93,7 +111,8 @@ def is_there(problem: Problem, kernel: str) -> bool:
 def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     """The rows of a record of candidates of a GPU; none where there is no such record.
 
-    `candidates_held_out` has other calls, of another run: no times are fitted to them.
+    `dense_candidates` has those of dense attention. `candidates_held_out` and `dense_candidates_held_out` have other
+    calls, of other runs: no times are fitted to them.
     """
     path = FOLDERS[name] / f"{record}.json"
     if not path.exists():
@@ -101,44 +120,57 @@ def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     record = json.loads(path.read_text())
     gpu, found = gpu_of(record), {}
     for row in record["rows"]:
-        problem = problem_of(gpu, row)
+        problem = (dense_problem_of if row["kind"] in DENSE_LAYOUTS else problem_of)(gpu, row)
         ways = ((way_of(text), time) for text, time in row["us"].items())
         us = dict(as_now(problem, way, time) for way, time in ways if is_there(problem, way[0]))
         if not us:
             continue
         chosen, _ = as_now(problem, way_of(row["chosen"]), 0.0)
         new = Measured(problem, us, chosen, row.get("kernel", ""), row["kind"])
-        key = new.problem, new.kernel, row.get("lists")
+        key = new.problem, new.kernel, row.get("lists"), row.get("rows")
         before = found.get(key, new)  # a call that was measured twice: the mean of what both rows have
         found[key] = new._replace(us={way: (us[way] + before.us[way]) / 2 for way in us if way in before.us})
     yield from found.values()
 
 
-OTHERS = ("decode_batches", "small_prefill", "sparse_decode", "sparse_prefill", "portable")
+OTHERS = (
+    "decode_batches", "small_prefill", "sparse_decode", "sparse_prefill", "portable", "dense_decode", "dense_fp8"
+)  # fmt: skip
 
 
-def other_records(name: str) -> Iterator[tuple[Problem, str, Division, float]]:
+def other_records(name: str) -> Iterator[tuple[Problem | DenseProblem, str, Division, float]]:
     """Calls of a GPU's other records, each with the one kernel and division that was measured, in microseconds."""
     # Both cards have as many SMs, and run as many clusters.
     gpu = replace(gpu_of(json.loads((FOLDERS["h100"] / "candidates.json").read_text())), name=name.upper())
     for path in (FOLDERS[name] / f"{record}.json" for record in OTHERS):
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
-            if "valid" not in row and "way" in row:  # short lists: nobody knows before
+            known = "valid" not in row and "drawn" not in row["case"]  # else rows are fewer than the call says
+            if known and "way" in row:
                 problem, way = named_problem(gpu, row["case"]), way_of(row["way"])
                 if is_there(problem, way[0]):
                     yield problem, *way, row["ours_us"]
 
 
 def chosen_way(gpu: Gpu, row: dict[str, Any]) -> str:
-    """The kernel and division that the package chooses on a GPU for the call of a row of sparse attention."""
-    kernel = {163: "portable", 99: "portable_99kb"}.get(row.get("shape", 0), "")
-    chosen = choose(named_problem(gpu, row["case"])._replace(kernel=kernel))
+    """The kernel and division that the package chooses on a GPU for the call of a row."""
+    problem = named_problem(gpu, row["case"])
+    if isinstance(problem, DenseProblem):
+        chosen = dense.choose_dense(problem)
+    else:
+        kernel = {163: "portable", 99: "portable_99kb"}.get(row.get("shape", 0), "")
+        chosen = choose(problem._replace(kernel=kernel))
     return f"{chosen.kernel} {chosen.division}"
 
 
-def named_problem(gpu: Gpu, case: str) -> Problem:
+# What a row's name begins with, and the kind of its call.
+DENSE_NAMES = {"dense": "dense bf16", "v32_fp8": "dense V32", "plain_fp8": "dense plain"}
+
+
+def named_problem(gpu: Gpu, case: str) -> Problem | DenseProblem:
     """The call that a row's name says."""
     first, n = case.split()[0], numbers(case)
+    if first in DENSE_NAMES:
+        return dense_problem_of(gpu, {**n, "kind": DENSE_NAMES[first]})
     if first in ("prefill", "small", "causal"):
         layout = BF16_576 if n.get("d", n.get("d_qk")) == 576 else BF16_512
         return Problem(gpu, layout, True, n["h"], n["s_q"], n["topk"], uneven=case.endswith("lengths"))

@@ -249,9 +249,20 @@ def divisions_of(heads: int) -> tuple[Division, ...]:
 
 DENSE_SPLITS = {"dense_cluster_sm90": (None, 3), "dense_whole_sm90": (None, 1)}
 DENSE_DIVISIONS = {
-    "dense_fp8_sm90": tuple(f"{kind}(heads={n})" for kind in ("whole", "clusters", "shares") for n in (32, 64))
+    "dense_whole_sm90": tuple(f"whole(heads={n})" for n in (16, 32, 64)),
+    "dense_sm90": ("shares(splits=0)", "shares(splits=3)"),
+    "dense_fp8_sm90": tuple(
+        text.format(n)
+        for text in (
+            "whole(heads={})",
+            "clusters(heads={})",
+            "shares(heads={}, splits=0)",
+            "shares(heads={}, splits=3)",
+        )
+        for n in (32, 64)
+    ),
 }
-DENSE_SHARES = {"dense_sm90": None, "dense_fp8_sm90": "shares"}  # the division to be forced, of kernels that have plans
+DENSE_SHARES = ("dense_sm90", "dense_fp8_sm90")  # kernels that have plans, of shares that end anywhere
 
 
 def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel: str, e4m3_q: bool = False) -> None:
@@ -290,7 +301,7 @@ def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel:
     schedule, _ = cupy_mla.get_mla_metadata()
     more = {"descale_k": scales.get("k_scale"), "descale_q": scales.get("q_scale")}
     expected = cupy_mla.dense_decode(q, cache, table, lens, scale, layout=layout.name, **scales)
-    with cupy_mla.forced(division=DENSE_SHARES[kernel]):
+    with cupy_mla.forced(division="shares(splits=0)"):
         for call in range(3):
             result = cupy_mla.flash_mla_with_kvcache(
                 gpu_q, gpu_cache, gpu_table, gpu_lens, 512, schedule, softmax_scale=scale, causal=True,

@@ -216,8 +216,8 @@ extern "C" __global__ void __launch_bounds__(COMBINERS) dense_combine(const __gr
     const int items = p.num_queries * num_head_tiles(p);
     const int cuts = split ? items : find_cuts(p, p.num_shares);
     const int groups = groups_of(min(LINES, p.h_q));  // of an item
-    // Equal splits are those of batch-invariant calls, too, whose bits do not depend on how many lines there are.
-    const bool together = !split && cuts * groups * (GROUP_CHUNKS / TOGETHER) <= ROUNDS_TOGETHER * int(gridDim.x);
+    const bool few = cuts * groups * (GROUP_CHUNKS / TOGETHER) <= ROUNDS_TOGETHER * int(gridDim.x);
+    const bool together = few && !(p.flags & INVARIANT);
     const int of_group = GROUP_CHUNKS / (together ? TOGETHER : ALONE), of_cut = groups * of_group;
     const int step = together ? int(gridDim.x) : int(gridDim.x) * WARPS;
 #pragma unroll 1

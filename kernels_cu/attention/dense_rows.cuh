@@ -32,7 +32,7 @@ struct RequestRows : SingleQueries {
     static constexpr bool POLICY = true, OVERLAPS = true;
     static constexpr Skips SKIPS = Skips::NONE;
 
-    static __device__ __forceinline__ bool read_once(const Params& p) { return p.h_q <= LINES; }
+    static __device__ __forceinline__ bool read_once(const Params& p) { return p.h_q <= HEADS; }
 
     // A work item's split: rows `first` to `first + length - 1`, counted from rows.begin.
     static __device__ __forceinline__ Work split_of(int request, int tile, int number, const RowsOf& rows, int first,

@@ -46,6 +46,7 @@ enum Flag {
     DECODE = 32,       // queries are mostly of different requests, which read different rows
     ALIKE = 64,        // lengths are those of calls with one plan, which divides them; often lists are full
     E4M3_Q = 128,      // q is float8_e4m3fn; strides are of such items. Rows of layout PLAIN_FP8 alone
+    INVARIANT = 256,   // bits of a request must not depend on how many there are. Of dense_combine.cu alone
 };
 
 // A query token: its number in the call, its request, its number in the request.

@@ -176,7 +176,7 @@ def test_layers_that_attend_over_all_rows_share_a_plan(monkeypatch):
     q, cache = torch.zeros((67, 64, 576), dtype=torch.bfloat16), torch.zeros((67, 64, 576), dtype=torch.bfloat16)
     impl = cupy_mla.SparseMLAImpl(config, 0.1, cupy_mla.Workspace(cupy_mla.Place.of(q)))
     chosen, found = torch.zeros((67, 2048), dtype=torch.int32), []
-    with cupy_mla.forced("dense_sm90"):
+    with cupy_mla.forced("dense_sm90", "shares(splits=0)"):
         for metadata in (steps[0], steps[0], steps[0], steps[1], steps[1]):
             gpu.log.clear()
             impl.forward_mqa(q, cache, metadata, chosen)

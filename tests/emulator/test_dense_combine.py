@@ -21,7 +21,7 @@ pytestmark = needs_compiler
 )
 def test_lines_of_cut_items(kind, rng, force, kernel, fmt, lens):
     """Few lines beside the CTAs, some columns of which a CTA's warps merge together, and more, which a warp merges."""
-    force(kernel, "shares" if fmt is oracle.V32 else None)
+    force(kernel, "shares(splits=0)")
     of = in_cache(rng, fmt, np.array(lens), 64, 2)
     h_q = int(rng.choice([1, 3, 9, 20, 50]))
     check_dense(kind, fmt, off_zero(fmt, queries(rng, len(lens), 2, h_q, 576), of), of, sink=sinks(rng, h_q))

@@ -11,9 +11,10 @@ from ..dense_hopper import FP8_FORMATS
 from .emulator import needs_compiler
 
 pytestmark = needs_compiler
-DIVISIONS = ("whole", "clusters", "shares")
-SMS = {"whole": 3, "clusters": 60, "shares": 6}  # all clusters must run at a time
-REQUESTS = {"whole": 5, "clusters": 2, "shares": 5}
+SHARES, SPLITS = "shares(splits=0)", "shares(splits=3)"
+DIVISIONS = ("whole", "clusters", SHARES, SPLITS)
+SMS = {"whole": 3, "clusters": 60, SHARES: 6, SPLITS: 6}  # all clusters must run at a time
+REQUESTS = {"whole": 5, "clusters": 2, SHARES: 5, SPLITS: 5}
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ def test_a_call_again_with_other_lengths(kind, rng, division):
 
 @pytest.mark.long(sample=1)
 def test_calls_of_one_plan(kind, rng, force):
-    force(division="shares")
+    force(division=SHARES)
     dense_hopper.calls_of_one_plan(kind, rng, 3, FP8_FORMATS[:2])
 
 

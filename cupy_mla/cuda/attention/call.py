@@ -18,6 +18,7 @@ LOG2_E: float = math.log2(math.e)
 
 # Flags of struct AttentionParams; kernels_cu/attention/params.cuh
 ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE, DECODE, ALIKE, E4M3_Q = 1, 2, 4, 8, 16, 32, 64, 128
+INVARIANT = 256
 
 
 class Call(NamedTuple):

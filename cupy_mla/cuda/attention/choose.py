@@ -50,7 +50,7 @@ explained: Callable[[], str | None] = private.environment_reader(EXPLAIN)
 
 
 Rival = tuple[str, Division, float]  # the fields of a `Choice`, which takes the host longer to make
-_TIME: Callable[[Any], float] = itemgetter(2)
+TIME: Callable[[Any], float] = itemgetter(2)
 
 
 class Choice(NamedTuple):
@@ -75,18 +75,23 @@ def choose(problem: Problem) -> Choice:
     of = problem._replace(queries=INVARIANT_QUERIES) if problem.batch_invariant else problem
     rivals = _rivals(of)
     if not rivals:
-        raise ValueError(_why_not(problem))
-    chosen = Choice(*min(rivals, key=_TIME))
+        raise ValueError(why_not(problem, KERNELS))
+    chosen = Choice(*min(rivals, key=TIME))
     if problem.batch_invariant:
         name, kernel = chosen.kernel, KERNELS[chosen.kernel]
         same = getattr(kernel, "same_bits", lambda division: [division])(chosen.division)
         able = [division for division in same if kernel.fits(problem, division)]
         rivals = [(name, way, times.microseconds(problem.gpu, name, kernel.work(problem, way))) for way in able]
-        chosen = Choice(*min(rivals, key=_TIME))
-    if explained() == "1":
-        others = "".join(f"\n  {Choice(*rival)}" for rival in sorted(rivals, key=_TIME)[1:])
-        print(f"cupy_mla: {problem}\n  {chosen} is chosen{others}", file=sys.stderr)
+        chosen = Choice(*min(rivals, key=TIME))
+    explain(problem, chosen, rivals)
     return chosen
+
+
+def explain(problem: Problem | DenseProblem, chosen: Choice, rivals: list[Rival]) -> None:
+    """Print a choice where that is asked for."""
+    if explained() == "1":
+        others = "".join(f"\n  {Choice(*rival)}" for rival in sorted(rivals, key=TIME)[1:])
+        print(f"cupy_mla: {problem}\n  {chosen} is chosen{others}", file=sys.stderr)
 
 
 def _rivals(problem: Problem) -> list[Rival]:
@@ -94,7 +99,7 @@ def _rivals(problem: Problem) -> list[Rival]:
     rivals: list[Rival] = []
     microseconds, gpu = times.microseconds, problem.gpu
     for name, kernel in _serving(problem.kind):
-        for division in _forced(problem, kernel) if problem.division else kernel.candidates(problem):
+        for division in offered(problem, kernel):
             rivals.append((name, division, microseconds(gpu, name, kernel.work(problem, division))))
     exceptions = times.exceptions(problem)
     if exceptions:
@@ -109,11 +114,14 @@ def _serving(kind: tuple[Any, ...]) -> list[tuple[str, ModuleType]]:
     return [(name, kernel) for name, kernel in KERNELS.items() if some.kernel in ("", name) and kernel.serves(some)]
 
 
-def _forced(problem: Problem, kernel: ModuleType) -> Iterator[Division]:
-    """The divisions of a kernel that are of the kind that is asked for, with the fields that are."""
+def offered(problem: Problem | DenseProblem, kernel: ModuleType) -> Iterable[Division]:
+    """The divisions of a kernel that compete; where a division is forced, those of its kind, with its fields."""
+    if not problem.division:
+        found: Iterator[Division] = kernel.candidates(problem)
+        return found
     kind, fields = parse(problem.division)
     made = {division._replace(**fields): None for division in kernel.candidates(problem) if isinstance(division, kind)}
-    return (division for division in made if kernel.fits(problem, division))
+    return [division for division in made if kernel.fits(problem, division)]
 
 
 def require_known() -> None:
@@ -131,36 +139,29 @@ def _require_name(by: str, name: str | None) -> None:
         raise ValueError(f"{by} must be one of {', '.join(EVERY_NAME)}, got {name!r}")
 
 
-def _why_not(problem: Problem) -> str:
-    """The message about a kernel or a division that is forced and cannot serve a call."""
-    free = problem._replace(kernel="", division="")
-    able = [
-        name
-        for name, kernel in KERNELS.items()
-        if kernel.serves(free) and any(kernel.candidates(free._replace(kernel=name)))
-    ]
-    if problem.kernel not in ("", *able):
-        return why_not_kernel(problem.kernel, free, able)
-    offered = dict.fromkeys(
-        f"{name} {division}"
-        for name in able
-        if problem.kernel in ("", name)
-        for division in KERNELS[name].candidates(problem._replace(kernel=name))
-    )
-    return (
-        f"division is {problem.division}, which does not fit this call: {free}; {', '.join(offered)} do, among others"
-    )
-
-
-def why_not_kernel(kernel: str, problem: Problem | DenseProblem, able: Iterable[str]) -> str:
-    """The message about a kernel that is forced and is not one of those that can serve a call.
+def why_not(problem: Problem | DenseProblem, kernels: dict[str, ModuleType]) -> str:
+    """The message about a kernel or a division that is forced and cannot serve a call.
 
     Raises:
         ValueError: no kernel has that name.
     """
-    by = "kernel" if forced.names[0] or kernel != asked_kernel() else VARIABLE
-    _require_name(by, kernel)
-    return f"{by} is {kernel}, which cannot serve this call: {problem}; {', '.join(able)} can"
+    free = problem._replace(kernel="", division="")
+    able = [
+        name
+        for name, kernel in kernels.items()
+        if kernel.serves(free) and any(kernel.candidates(free._replace(kernel=name)))
+    ]
+    if problem.kernel not in ("", *able):
+        by = "kernel" if forced.names[0] or problem.kernel != asked_kernel() else VARIABLE
+        _require_name(by, problem.kernel)
+        return f"{by} is {problem.kernel}, which cannot serve this call: {free}; {', '.join(able)} can"
+    found = dict.fromkeys(
+        f"{name} {division}"
+        for name in able
+        if problem.kernel in ("", name)
+        for division in kernels[name].candidates(problem._replace(kernel=name))
+    )
+    return f"division is {problem.division}, which does not fit this call: {free}; {', '.join(found)} do, among others"
 
 
 class forced:

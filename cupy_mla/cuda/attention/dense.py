@@ -5,7 +5,6 @@ A call is a `DenseProblem`. Of the kernels that serve it, the one that is to tak
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from types import ModuleType
 
@@ -14,8 +13,8 @@ from .. import structs
 from ..driver import Gpu
 from ..paging import block_table, divisor
 from ..program import Plan, Program
-from . import choose
-from .call import ALIGNED_ROWS, DECODE, NO_SOURCE, aligned_rows, decode_fields, params_of
+from . import choose, times
+from .call import ALIGNED_ROWS, DECODE, INVARIANT, NO_SOURCE, aligned_rows, decode_fields, params_of
 from .kernels import (
     dense_cluster_sm90,
     dense_fp8_sm90,
@@ -29,9 +28,8 @@ from .problem import DenseProblem, Problem
 LARGEST = 2**31 - 1  # int32
 # What making index lists of slots takes beside the attention over them, in microseconds: a launch, and each list.
 LISTS_US, LIST_US = 2.0, 0.006
-# The kernels by their names. A module answers `serves(problem)`, whether the kernel can serve a problem, `us(problem)`,
-# how many microseconds it is to take, `launches(problem, params, plan)`, the program with `struct DenseParams` of calls
-# that may have a plan, and `kernels()`, all variants.
+# The kernels by their names. A module answers what those of `choose.KERNELS` do; its `launches(problem, division,
+# params, plan)` makes the program with `struct DenseParams` of calls that may have a plan.
 KERNELS: dict[str, ModuleType] = dict(
     zip(
         choose.DENSE_NAMES,
@@ -66,13 +64,15 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False, pla
         row_stride=a.cache.strides[1] * size, index_stride_b=0, index_stride_s=0, num_slots=num_blocks * block_size,
         topk=problem.capacity, block_size=block_size,
     )  # fmt: skip
-    flags = rows_aligned * ALIGNED_ROWS | DECODE
+    flags = rows_aligned * ALIGNED_ROWS | DECODE | batch_invariant * INVARIANT
     params = structs.DENSE(
         params_of(problem, a, main, NO_SOURCE, decode_fields(a), flags), table=block_table(a.block_table, block_size),
         num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=a.window, num_shares=0,
         shares=0,
     )  # fmt: skip
-    return _chosen(problem).launches(problem, params, plan)
+    chosen = choose_dense(problem)
+    program: Program = KERNELS[chosen.kernel].launches(problem, chosen.division, params, plan)
+    return program
 
 
 @lru_cache(maxsize=1024)
@@ -83,20 +83,24 @@ def faster_than_lists(problem: DenseProblem) -> bool:
     """
     queries = problem.requests * problem.tokens
     lists = Problem(problem.gpu, problem.layout, False, problem.heads, queries, problem.rows, aligned=problem.aligned)
-    dense = min(kernel.us(problem) for kernel in KERNELS.values() if kernel.serves(problem))
-    return bool(dense < choose.choose(lists).us + LISTS_US + LIST_US * queries)
+    return choose_dense(problem).us < choose.choose(lists).us + LISTS_US + LIST_US * queries
 
 
-def _chosen(problem: DenseProblem) -> ModuleType:
-    """The kernel that takes the least time, or the one that is asked for.
+@lru_cache(maxsize=choose.MAX_CHOICES)
+def choose_dense(problem: DenseProblem) -> choose.Choice:
+    """What takes the least time if all requests are as long as the block table allows.
 
     Raises:
-        ValueError: no kernel has that name, or it cannot serve this call.
+        ValueError: no kernel has the name that is asked for, or it cannot serve this call, or not so divided.
     """
-    able = {name: kernel for name, kernel in KERNELS.items() if kernel.serves(problem)}
-    if problem.kernel and problem.kernel not in able:
-        raise ValueError(choose.why_not_kernel(problem.kernel, problem._replace(kernel="", division=""), able))
-    name = problem.kernel or min(able, key=lambda name: able[name].us(problem))
-    if choose.explained() == "1":
-        print(f"cupy_mla: {problem}\n  {name} is chosen", file=sys.stderr)
-    return able[name]
+    rivals: list[choose.Rival] = [
+        (name, division, times.microseconds(problem.gpu, name, kernel.work(problem, division)))
+        for name, kernel in KERNELS.items()
+        if problem.kernel in ("", name) and kernel.serves(problem)
+        for division in choose.offered(problem, kernel)
+    ]
+    if not rivals:
+        raise ValueError(choose.why_not(problem, KERNELS))
+    chosen = choose.Choice(*min(rivals, key=choose.TIME))
+    choose.explain(problem, chosen, rivals)
+    return chosen

@@ -166,6 +166,11 @@ class DenseProblem(NamedTuple):
         )
 
     @property
+    def asks(self) -> bool:
+        """Whether the caller forces a kernel or a division."""
+        return self.kernel != "" or self.division != ""
+
+    @property
     def on_hopper(self) -> bool:
         """Whether the kernels for Hopper can read its rows."""
         return self.gpu.capability == 90 and self.aligned

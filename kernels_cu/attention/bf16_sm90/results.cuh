@@ -28,7 +28,8 @@ __device__ __forceinline__ void write_lines(const typename K::Params& p, const W
         const Line line = K::line_at(p, w, w.head_tile * HEADS + 16 * warp + g + 8 * i);
         const LineTotal total = total_of(i);
         const HeadResult result = {total.max, log2_sum_exp(total.ref, total.sum)};
-        const bool here = line.head < p.h_q;  // all lanes of the quad agree, and all take part in the shuffles
+        // All lanes of the quad agree, and all take part in the shuffles.
+        const bool here = line.head < p.h_q && (HEADS == LINES || 16 * warp < HEADS);
         const float scale = !here || total.sum == 0.0f ? 0.0f : sink_factor(p, line.head, result.lse) / total.sum;
         bf16* out = out_of(p, line.query, line.head, 256 * warpgroup);
         auto pack = [&](int j) { return pack_items(o[4 * j + 2 * i] * scale, o[4 * j + 2 * i + 1] * scale); };

@@ -20,20 +20,28 @@ pytestmark = pytest.mark.gpu
 
 # A kernel, a division that is forced, and requests: all clusters must run at a time.
 KERNELS = {
-    "dense_sm90": ("dense_sm90", None, 30, FORMATS),
-    "dense_whole_sm90": ("dense_whole_sm90", None, 150, FORMATS),
+    "dense_sm90 shares": ("dense_sm90", "shares(splits=0)", 30, FORMATS),
+    "dense_whole_sm90": ("dense_whole_sm90", "whole(heads=64)", 150, FORMATS),
+    "dense_whole_sm90 16": ("dense_whole_sm90", "whole(heads=16)", 150, FORMATS),
+    "dense_whole_sm90 32": ("dense_whole_sm90", "whole(heads=32)", 20, FORMATS),
     "dense_cluster_sm90": ("dense_cluster_sm90", None, 2, FORMATS),
-    "dense_fp8_sm90 shares": ("dense_fp8_sm90", "shares", 30, FP8_FORMATS),
+    "dense_fp8_sm90 shares": ("dense_fp8_sm90", "shares(splits=0)", 30, FP8_FORMATS),
+    "dense_sm90 splits": ("dense_sm90", "shares(splits=3)", 5, FORMATS),
+    "dense_fp8_sm90 splits": ("dense_fp8_sm90", "shares(splits=3)", 5, FP8_FORMATS),
     "dense_fp8_sm90 whole": ("dense_fp8_sm90", "whole", 150, FP8_FORMATS),
     "dense_fp8_sm90 clusters": ("dense_fp8_sm90", "clusters", 2, FP8_FORMATS),
 }
 FP8 = [name for name in KERNELS if name.startswith("dense_fp8_sm90")]
-SHARES = [name for name in KERNELS if name in ("dense_sm90", "dense_fp8_sm90 shares")]
+SHARES = [name for name in KERNELS if name.endswith("shares")]
+ASKED = {
+    "dense_sm90": ("dense_sm90", None, 30, FORMATS),
+    "dense_fp8_sm90": ("dense_fp8_sm90", "shares", 30, FP8_FORMATS),
+}
 
 
 def kernels(*names: str) -> pytest.MarkDecorator:
-    """Cases of these: the fixture `hopper`, and what KERNELS has beside."""
-    cases = [KERNELS[name] for name in names]
+    """Cases of these: the fixture `hopper`, and what KERNELS or ASKED has beside."""
+    cases = [{**KERNELS, **ASKED}[name] for name in names]
     return pytest.mark.parametrize(("hopper", "division", "b", "formats"), cases, ids=names, indirect=["hopper"])
 
 
@@ -78,13 +86,13 @@ def test_full_tiles_that_some_lines_see(hopper, rng, division, b, formats):
     dense_hopper.full_tiles_that_some_lines_see(hopper, rng, b, formats)
 
 
-@kernels(*SHARES)
+@kernels(*ASKED)
 @pytest.mark.parametrize("num_splits", [2, 3, 7])
 def test_equal_splits(hopper, rng, division, b, formats, num_splits):
     dense_hopper.some_requests(hopper, rng, b, 64, formats, num_splits=num_splits)
 
 
-@kernels(*SHARES)
+@kernels(*ASKED)
 def test_bits_of_a_request(hopper, rng, division, b, formats):
     dense_hopper.bits_of_a_request(hopper, rng, b, formats)
 

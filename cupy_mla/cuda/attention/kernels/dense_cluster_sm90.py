@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache, lru_cache
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
 
-from ....layouts import D_V, FP16_512, FP16_576, Layout
+from ....layouts import FP16_512, FP16_576, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
 from ...paging import ceil_div
 from ...program import Buffer, Launch, Plan, Program
 from ...structs import Packed
-from ..divide import HALF_PARTIAL_BYTES, Clusters
+from ..divide import HALF_PARTIAL_BYTES, Clusters, Division
 from ..problem import DenseProblem
+from ..times import Work
 from . import bf16_cluster_sm90, bf16_sm90
+from .work import Counted, rounds_of, split
 
 LAYOUTS = (*bf16_sm90.LAYOUTS, FP16_576, FP16_512)  # that the kernels for Hopper read
 LINES = bf16_cluster_sm90.HEADS  # of a work item: query tokens times heads
-# Measured on an H100, in microseconds: a call beside its rows, by lines; and a pair of tiles. Bytes that come and go in
-# a microsecond.
-BASE_US = {16: 7.0, 32: 8.0, 64: 10.2}
-PAIR_US, BYTES_US = 3.5, 2.85e6
 # Pairs of tiles that a CTA may have: a longer request might be alone among short ones.
 MOST_PAIRS = 8
 SPILL_BYTES = 8  # once a work item
@@ -45,42 +44,51 @@ def kernels() -> Iterator[Kernel]:
 
 
 def serves(problem: DenseProblem) -> bool:
-    """Aligned bf16 and float16 rows on Hopper, work items that all run at a time."""
-    return _clusters(problem) is not None
+    """Aligned bf16 and float16 rows on Hopper, in two splits and more."""
+    able = problem.on_hopper and problem.layout in LAYOUTS
+    return able and not problem.batch_invariant and problem.num_splits != 1
 
 
-def us(problem: DenseProblem) -> float:
-    """What the call is to take if all requests are as long as they may be, in microseconds."""
-    division = _clusters(problem)
-    assert division is not None
-    return BASE_US[division.heads] + max(PAIR_US * ceil_div(problem.pairs, division.splits), memory_us(problem))
+def candidates(problem: DenseProblem) -> Iterator[Division]:
+    """Of each number of lines the largest clusters that all run at a time."""
+    yield from (division for lines in LINES for division in largest(problem, lines, LINES))
 
 
-def memory_us(problem: DenseProblem) -> float:
-    """What its rows, queries and results take to come and go, in microseconds."""
-    rows, lines = problem.requests * problem.rows, problem.items(max(LINES)) * max(LINES)
-    return (rows * problem.layout.token_bytes + lines * 2 * (problem.layout.d_qk + D_V)) / BYTES_US
-
-
-@lru_cache(maxsize=1024)  # sizes have no end
-def _clusters(problem: DenseProblem) -> Clusters | None:
-    """The largest clusters that all run at a time and of which each CTA may have a pair of tiles, but two."""
-    if not problem.on_hopper or problem.layout not in LAYOUTS or problem.batch_invariant:
-        return None
-    lines = next((n for n in LINES if problem.lines <= n), max(LINES))
+def largest(problem: DenseProblem, lines: int, of: Sequence[int]) -> list[Clusters]:
+    """The largest clusters, of work items of so many lines, that all run at a time and of which each CTA may have a
+    pair of tiles, but two. None where a smaller number `of` these has less padding, or a CTA may have too many pairs.
+    """
+    asks, forced = problem.asks or problem.num_splits, problem.division != ""
+    if lines > min(of) and problem.lines <= lines // 2 and not forced:
+        return []
     at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
-    asked, items = problem.num_splits or MAX_CLUSTER, problem.items(lines)
-    fitting = [n for n in range(2, 1 + min(asked, MAX_CLUSTER)) if items <= at_once[n - 1]]
-    cluster = min(fitting[-1], max(2, problem.pairs)) if fitting else 1
-    if cluster == 1 or (ceil_div(problem.pairs, cluster) > MOST_PAIRS and not (problem.kernel or problem.num_splits)):
-        return None
-    return Clusters(lines, cluster, cluster)
+    most, items = min(problem.num_splits or MAX_CLUSTER, MAX_CLUSTER, max(2, problem.pairs)), problem.items(lines)
+    n = max((n for n in range(2, 1 + most) if items <= at_once[n - 1]), default=2 if forced else 1)
+    few = ceil_div(problem.pairs, n) <= MOST_PAIRS
+    return [Clusters(lines, n, n)] if n > 1 and (few or asks) else []
 
 
-def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
+def fits(problem: DenseProblem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return division.heads in LINES and division.fits and division.splits == division.cluster > 1
+
+
+def work(problem: DenseProblem, division: Any) -> Work:
+    """What takes time in a division, see `work.py`."""
+    return (division.heads,), *clusters(problem, division)
+
+
+def clusters(problem: DenseProblem, division: Any) -> Counted:
+    """What takes time in clusters, one for each work item."""
+    lines, splits = division.heads, division.splits
+    items = problem.items(lines)
+    names, amounts = split(problem, items * splits, splits, ceil_div(problem.pairs, splits), problem.lines > lines)
+    rounds = rounds_of(items, problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())[splits - 1])
+    return names, tuple(rounds * amount for amount in amounts) if rounds > 1 else amounts
+
+
+def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch: a cluster a work item."""
-    division = _clusters(problem)
-    assert division is not None
     lines, ctas = division.heads, problem.items(division.heads) * division.cluster
     memory = Buffer("partial results", shape=(ctas * lines * HALF_PARTIAL_BYTES,)).ptr
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests, cluster_parts=memory)

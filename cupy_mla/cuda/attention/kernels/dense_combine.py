@@ -12,12 +12,14 @@ from ...kernel import Kernel
 from ...paging import ceil_div
 from ...program import PLAN_BYTES, Buffer, Launch, Plan, PlanField, Program
 from ...structs import Packed
-from ..divide import CUT_COST, HALF_PARTIAL_BYTES, Shares
+from ..divide import CUT_COST, HALF_PARTIAL_BYTES, Shares, split_numbers
 from ..problem import DenseProblem
 from . import bf16_sm90, fp8_sm90
+from .work import Counted
 
 CTAS = 2  # of an SM, at most: the next launch waits for them
 LEAST_SPLIT = 1  # pairs of tiles
+MOST_PAIRS = 16  # of tiles, of an equal split: a request that has more might be alone among short ones
 INVARIANT_SPLITS = 8  # of each request in a batch-invariant call
 MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
 SHARE_BYTES = 16  # of a share in memory
@@ -53,6 +55,47 @@ def kernels() -> Iterator[Kernel]:
         yield kernel(lines, fp8=True)
 
 
+def candidates(problem: DenseProblem, lines: int) -> Iterator[Shares]:
+    """Shares of all rows, and the most equal splits of each item that all run at a time; or what is asked for."""
+    asked = problem.num_splits or (INVARIANT_SPLITS if problem.batch_invariant else 0)
+    yield Shares(lines, asked if asked > 1 else 0)
+    splits = [] if asked else split_numbers(problem.pairs, problem.gpu.sms // problem.items(lines))[-1:]
+    for n in splits:
+        if problem.requests == 1 or ceil_div(problem.pairs, n) <= MOST_PAIRS or problem.asks:
+            yield Shares(lines, n)
+
+
+def fits(division: Shares) -> bool:
+    """Whether shares are such that an item's merge knows them."""
+    return 0 <= division.ctas <= MOST_SHARES and division.splits >= 0
+
+
+SHARES = "launch", "items", "pairs", "mean pairs", "partial results", "partial lines"
+
+
+def kind_of(division: Shares) -> str:
+    """What shares are called in `times`."""
+    return "splits" if division.splits > 1 else "shares"
+
+
+def counted(problem: DenseProblem, division: Shares) -> Counted:
+    """What takes time in shares and their merge: items of an SM; pairs of tiles of the longest share, and of an SM in
+    the mean; partial results of an item; what of them all items leave an SM, in items of 64 lines."""
+    items, sms = problem.items(division.heads), problem.gpu.sms
+    ctas = shares_of(problem, division)
+    pairs = ceil_div(problem.pairs, division.splits) if division.splits > 1 else ceil_div(items * problem.pairs, ctas)
+    lines = min(problem.lines, division.heads) / 64
+    return SHARES, (1, items / sms, pairs, items * problem.pairs / sms, max(0.0, ctas / items - 1), ctas * lines / sms)
+
+
+def shares_of(problem: DenseProblem, division: Shares) -> int:
+    """How many shares there are, a CTA each."""
+    items = problem.items(division.heads)
+    if division.splits > 1:
+        return items * division.splits
+    return min(division.ctas or problem.gpu.sms, items * problem.pairs)
+
+
 def in_shares(
     of: Kernel, merge: Kernel, problem: DenseProblem, params: Packed, division: Shares, plan: Plan | None
 ) -> Program:
@@ -66,7 +109,7 @@ def in_shares(
     """
     lines, splits = division.heads, division.num_splits
     items = problem.items(lines)
-    shares = items * splits if splits > 1 else min(division.ctas or problem.gpu.sms, items * problem.pairs)
+    shares = shares_of(problem, division)
     nbytes = (shares if splits > 1 else 2 * shares) * lines * HALF_PARTIAL_BYTES
     memory = Buffer("partial results", shape=(nbytes + SHARE_BYTES * shares,)).ptr
     params = params.replaced(

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 from ....layouts import V32_NOPE_FP8, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
-from ...paging import ceil_div
 from ...program import Buffer, Launch, Plan, Program
 from ...structs import Packed
-from ..divide import HALF_PARTIAL_BYTES, Clusters, Division, Shares, Whole, parse
+from ..divide import HALF_PARTIAL_BYTES, Clusters, Division, Shares, Whole
 from ..problem import DenseProblem
+from ..times import Work
 from . import dense_combine, fp8_sm90
-from .dense_cluster_sm90 import memory_us
+from .dense_cluster_sm90 import clusters, largest
+from .work import whole
 
 LAYOUTS = fp8_sm90.LAYOUTS_OF_FP8  # that the kernel can read
 LINES = fp8_sm90.DENSE_LINES  # query tokens times heads
 DIVISIONS = {Whole: 0, Clusters: 1, Shares: 6}  # kernels_cu/attention/division/division.cuh
-# In microseconds, by lines: a pair of tiles, and the call beside them. Fitted to the times of every division at 320
-# random sizes on an H100.
-PAIR_US, PLAIN_PAIR_US = {32: 3.0, 64: 4.3}, {32: 2.5, 64: 3.2}  # PLAIN: rows that have no scales of their own
-CLUSTER_US = {32: 7.6, 64: 9.7}
-WHOLE_US, ROUND_US, PLAIN_ROUND_US = 1.0, {32: 4.8, 64: 6.6}, {32: 3.5, 64: 4.8}
-SHARES_US, SHARES_ITEM_US = {32: 14.4, 64: 17.0}, 3.0  # with the merge; an item of each SM
-# Pairs of tiles that a CTA may have of a request that might be alone among short ones.
-MOST_PAIRS = {Whole: 16, Clusters: 8}
+MOST_PAIRS = 16  # of tiles of a whole request: it might be alone among short ones
 SPILL_BYTES = {V32_NOPE_FP8: 4}  # an address
 
 
@@ -53,77 +47,47 @@ def kernels() -> Iterator[Kernel]:
 
 def serves(problem: DenseProblem) -> bool:
     """Aligned FP8 rows on Hopper."""
-    return problem.on_hopper and problem.layout in LAYOUTS and _chosen(problem) is not None
+    return problem.on_hopper and problem.layout in LAYOUTS
 
 
-def us(problem: DenseProblem) -> float:
-    """What the call is to take if all requests are as long as they may be, in microseconds."""
-    return _us(problem, _chosen(problem))
-
-
-@lru_cache(maxsize=1024)  # sizes have no end
-def _chosen(problem: DenseProblem) -> Division | None:
-    """The division that is to take the least time, of those that fit."""
-    return min(_candidates(problem), key=lambda division: _us(problem, division), default=None)
-
-
-def _candidates(problem: DenseProblem) -> Iterator[Division]:
-    """Whole items, clusters and shares, or what is asked for."""
-    kind, fields = parse(problem.division) if problem.division else (None, {})
-    for offered in _offered(problem):
-        division: Any = offered
-        if kind in (None, type(division)) and _fits(division._replace(**fields)):
-            yield division._replace(**fields)
-
-
-def _offered(problem: DenseProblem) -> Iterator[Division]:
+def candidates(problem: DenseProblem) -> Iterator[Division]:
     """All that may be the fastest."""
-    asks = bool(problem.kernel or problem.division)
     few = [lines for lines in LINES if problem.lines <= lines]
     if problem.batch_invariant:  # nothing depends on what else is in the batch
-        yield Shares((*few, max(LINES))[0], problem.num_splits or dense_combine.INVARIANT_SPLITS)
+        yield from dense_combine.candidates(problem, (*few, max(LINES))[0])
         return
-    at_once = problem.gpu.clusters_at_once(fp8_sm90.cluster_kernel())
     for lines in LINES if problem.lines > min(LINES) else LINES[:1]:
-        items = problem.items(lines)
-        yield Shares(lines, problem.num_splits if problem.num_splits > 1 else 0)
-        if problem.num_splits <= 1 and (asks or problem.num_splits or problem.pairs <= MOST_PAIRS[Whole]):
+        yield from dense_combine.candidates(problem, lines)
+        if problem.num_splits <= 1 and (problem.asks or problem.num_splits or problem.pairs <= MOST_PAIRS):
             yield Whole(lines)
-        most = min(problem.num_splits or MAX_CLUSTER, MAX_CLUSTER, max(2, problem.pairs))
-        fitting = [n for n in range(2, 1 + most) if items <= at_once[n - 1]]
-        short = fitting and ceil_div(problem.pairs, fitting[-1]) <= MOST_PAIRS[Clusters]
-        if fitting and (short or asks or problem.num_splits):
-            yield Clusters(lines, fitting[-1], fitting[-1])
+        if problem.num_splits != 1:
+            yield from largest(problem, lines, LINES)
 
 
-def _fits(division: Any) -> bool:
+def fits(problem: DenseProblem, division: Any) -> bool:
     """Whether the kernel is built for a division of a kind that it has."""
     if division.heads not in LINES:
         return False
     if isinstance(division, Clusters):
-        return 1 < division.splits == division.cluster <= MAX_CLUSTER
-    return division == Whole(division.heads) or isinstance(division, Shares)
+        return division.fits and division.splits == division.cluster > 1
+    if isinstance(division, Shares):
+        return dense_combine.fits(division)
+    return bool(division == Whole(division.heads))
 
 
-def _us(problem: DenseProblem, division: Any) -> float:
-    """What a division is to take, in microseconds."""
-    lines, sms, plain = division.heads, problem.gpu.sms, problem.layout.scale_of_call
-    items = problem.items(lines)
-    if isinstance(division, Whole):
-        rounds = ceil_div(items, sms)
-        base = WHOLE_US + (PLAIN_ROUND_US if plain else ROUND_US)[lines] * rounds
-        pairs = rounds * problem.pairs
-    elif isinstance(division, Clusters):
-        base, pairs = CLUSTER_US[lines], ceil_div(problem.pairs, division.splits)
-    else:
-        base = SHARES_US[lines] + SHARES_ITEM_US * items / sms
-        pairs = ceil_div(items * problem.pairs, sms)
-    return base + max((PLAIN_PAIR_US if plain else PAIR_US)[lines] * pairs, memory_us(problem))
+def work(problem: DenseProblem, division: Any) -> Work:
+    """What takes time in a division, see `work.py`."""
+    lines = division.heads
+    rows = "plain" if problem.layout.scale_of_call else ""  # those that have no scales of their own
+    if isinstance(division, Shares):
+        return (rows, dense_combine.kind_of(division), lines), *dense_combine.counted(problem, division)
+    if isinstance(division, Clusters):
+        return (rows, "clusters", lines), *clusters(problem, division)
+    return (rows, "whole", lines), *whole(problem, problem.items(lines), problem.pairs, problem.lines > lines)
 
 
-def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
+def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch; of shares another one merges items that are cut."""
-    division: Any = _chosen(problem)
     lines, items, sms = division.heads, problem.items(division.heads), problem.gpu.sms
     of = kernel(problem.layout, lines, DIVISIONS[type(division)])
     if isinstance(division, Shares):

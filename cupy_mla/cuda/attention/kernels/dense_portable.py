@@ -11,9 +11,10 @@ from ... import structs
 from ...kernel import Kernel
 from ...program import Plan, Program
 from ...structs import Packed
-from .. import choose
-from ..divide import Clusters, Shares, Whole
+from .. import times
+from ..divide import Clusters, Division, Shares, Whole
 from ..problem import DenseProblem, Problem
+from ..times import Work
 from . import combine, portable
 
 INVARIANT_SPLITS = 8  # of each request of a batch-invariant call
@@ -33,20 +34,29 @@ def serves(problem: DenseProblem) -> bool:
     return problem.gpu.shared_kb >= portable.LARGE
 
 
-def us(problem: DenseProblem) -> float:
-    """Longer than any kernel that is made for one GPU."""
-    return inf
+def candidates(problem: DenseProblem) -> Iterator[Division]:
+    """The one that is to take the least time, or all of which one is asked for."""
+    yield from divisions(problem, "portable")
 
 
-def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
+def fits(problem: DenseProblem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return portable.fits(as_sparse(problem, "portable"), division)
+
+
+def work(problem: DenseProblem, division: Any) -> Work:
+    """More than any kernel that is made for one GPU: how long it takes was not measured."""
+    return (), (), (inf,)
+
+
+def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch."""
-    return launched(problem, params, "portable", portable.LARGE)
+    return launched(problem, division, params, "portable", portable.LARGE)
 
 
-def launched(problem: DenseProblem, params: Packed, name: str, limit: int) -> Program:
+def launched(problem: DenseProblem, division: Any, params: Packed, name: str, limit: int) -> Program:
     """The launch of the kernel of that name, with so many KB of shared memory."""
     of = as_sparse(problem, name)
-    division = division_of(problem, of)
     kernel = portable.kernel(problem.layout, division.heads, limit, dense=True)
     lines = params.replaced(s_q=1, h_q=of.heads, num_queries=of.queries)
     launch = portable.launched(of, division, lines, kernel)
@@ -69,18 +79,26 @@ def as_sparse(problem: DenseProblem, name: str) -> Problem:
     )  # fmt: skip
 
 
-def division_of(problem: DenseProblem, of: Problem) -> Any:
-    """The division that takes the least time where all requests are as long as the table allows.
+def divisions(problem: DenseProblem, name: str) -> list[Division]:
+    """Those of the kernel of that name, the least time first, where one is asked for; else the first of these, as all
+    requests being as long as the table allows would have it.
 
-    They may not be. So whole items are shares instead, unless they are asked for: the GPU then finds out by the lengths
-    which items it cuts.
+    They may not be. So whole items are shares instead: the GPU then finds out by the lengths which items it cuts.
     """
+    of = as_sparse(problem, name)
     heads = portable.block_heads(of.heads)
     if problem.batch_invariant and not problem.num_splits:
-        return Clusters(heads, INVARIANT_SPLITS, 1)
-    division = choose.choose(of).division
-    if problem.num_splits or problem.division:
-        return division
+        return [Clusters(heads, INVARIANT_SPLITS, 1)]
+    found = sorted(portable.candidates(of), key=lambda division: _us(of, name, division))
+    if problem.division:
+        return found
+    if problem.num_splits:
+        return found[:1]
     if of.items(heads) * problem.rows > MOST_ROWS:
-        return Whole(heads)
-    return Shares(heads) if isinstance(division, Whole) else division
+        return [Whole(heads)]
+    return [Shares(heads)] if isinstance(found[0], Whole) else found[:1]
+
+
+def _us(of: Problem, name: str, division: Division) -> float:
+    limit = portable.LARGE if name == "portable" else portable.SMALL
+    return times.microseconds(of.gpu, name, ((limit, "KB"), *portable.counted(of, division)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from math import inf
+from collections.abc import Iterator
+from typing import Any
 
 from ...program import Plan, Program
 from ...structs import Packed
+from ..divide import Division
 from ..problem import DenseProblem
+from ..times import Work
 from . import dense_portable, portable
 
 
@@ -15,11 +18,21 @@ def serves(problem: DenseProblem) -> bool:
     return True
 
 
-def us(problem: DenseProblem) -> float:
-    """Longer than any kernel that is made for one GPU."""
-    return inf
+def candidates(problem: DenseProblem) -> Iterator[Division]:
+    """The one that is to take the least time, or all of which one is asked for."""
+    yield from dense_portable.divisions(problem, "portable_99kb")
 
 
-def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
+def fits(problem: DenseProblem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return dense_portable.fits(problem, division)
+
+
+def work(problem: DenseProblem, division: Any) -> Work:
+    """As `dense_portable.work`."""
+    return dense_portable.work(problem, division)
+
+
+def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch."""
-    return dense_portable.launched(problem, params, "portable_99kb", portable.SMALL)
+    return dense_portable.launched(problem, division, params, "portable_99kb", portable.SMALL)

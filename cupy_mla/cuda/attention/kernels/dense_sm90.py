@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 from ....layouts import Layout
 from ... import structs
 from ...kernel import Kernel
 from ...program import Plan, Program
 from ...structs import Packed
-from ..divide import Shares
+from ..divide import Division
 from ..problem import DenseProblem
+from ..times import Work
 from . import bf16_sm90, dense_combine
-from .dense_cluster_sm90 import LAYOUTS, PAIR_US, memory_us
+from .dense_cluster_sm90 import LAYOUTS
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
 UNEVEN_ITEM_COST = 8  # what an item costs beside its rows, in eighths of a pair of tiles
@@ -37,16 +39,22 @@ def serves(problem: DenseProblem) -> bool:
     return problem.on_hopper and problem.layout in LAYOUTS
 
 
-def us(problem: DenseProblem) -> float:
-    """What the call is to take if all requests are as long as they may be, in microseconds."""
-    items, sms = problem.items(LINES), problem.gpu.sms
-    pairs = items * problem.pairs
-    compute = PAIR_US * pairs / min(sms, pairs)
-    return 14.0 + 6.5 * min(1.0, problem.lines / LINES) + 1.5 * items / sms + max(compute, memory_us(problem))
+def candidates(problem: DenseProblem) -> Iterator[Division]:
+    """Equal shares of all rows, or of each item's."""
+    yield from dense_combine.candidates(problem, LINES)
 
 
-def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
+def fits(problem: DenseProblem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return division.heads == LINES and dense_combine.fits(division)
+
+
+def work(problem: DenseProblem, division: Any) -> Work:
+    """What takes time in a division, see `dense_combine.counted`."""
+    return (dense_combine.kind_of(division),), *dense_combine.counted(problem, division)
+
+
+def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch, a share a CTA, and that which merges items that are cut."""
-    splits = problem.num_splits or (dense_combine.INVARIANT_SPLITS if problem.batch_invariant else 0)
     of, merge = kernel(problem.layout), dense_combine.kernel(half=problem.layout.half)
-    return dense_combine.in_shares(of, merge, problem, params, Shares(LINES, splits), plan)
+    return dense_combine.in_shares(of, merge, problem, params, division, plan)

@@ -4,51 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 from ....layouts import Layout
 from ... import structs
 from ...kernel import Kernel
-from ...paging import ceil_div
 from ...program import Launch, Plan, Program
 from ...structs import Packed
+from ..divide import Division, Whole
 from ..problem import DenseProblem
-from . import bf16_sm90
-from .dense_cluster_sm90 import LAYOUTS, PAIR_US, memory_us
+from ..times import Work
+from . import bf16_cluster_sm90, bf16_sm90
+from .dense_cluster_sm90 import LAYOUTS
+from .work import whole
 
-LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
-SPILL_BYTES = 4  # once a work item
+LINES = bf16_cluster_sm90.HEADS  # of a work item: query tokens times heads
 MOST_PAIRS = 16  # of tiles: a longer request might be alone among short ones
 
 
 @cache
-def kernel(layout: Layout) -> Kernel:
-    """The kernel for rows of one width."""
+def kernel(layout: Layout, lines: int) -> Kernel:
+    """The kernel for rows of one width and so many lines a work item."""
     return Kernel(
-        "attention/dense_whole_sm90.cu", structs.DENSE, bf16_sm90.defines(layout), archs=("90a",), target="90a",
-        overlaps=True, spill_bytes=SPILL_BYTES,
+        "attention/dense_whole_sm90.cu", structs.DENSE, {**bf16_sm90.defines(layout), "HEADS": lines}, archs=("90a",),
+        target="90a", overlaps=True,
     )  # fmt: skip
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for layout in LAYOUTS:
-        yield kernel(layout)
+        for lines in LINES:
+            yield kernel(layout, lines)
 
 
 def serves(problem: DenseProblem) -> bool:
     """Aligned bf16 and float16 rows on Hopper, unsplit."""
-    short = problem.pairs <= MOST_PAIRS or bool(problem.kernel) or problem.num_splits == 1
     able = problem.on_hopper and problem.layout in LAYOUTS
-    return able and problem.num_splits <= 1 and not problem.batch_invariant and short
+    return able and not problem.batch_invariant and problem.num_splits <= 1
 
 
-def us(problem: DenseProblem) -> float:
-    """What the call is to take if all requests are as long as they may be, in microseconds."""
-    rounds = ceil_div(problem.items(LINES), problem.gpu.sms)
-    return 6.5 + 3.0 * rounds + max(PAIR_US * rounds * problem.pairs, memory_us(problem))
+def candidates(problem: DenseProblem) -> Iterator[Division]:
+    """Whole items, of few rows each: of 64 lines, and of fewer where a request has no more or there are SMs for all."""
+    if problem.pairs > MOST_PAIRS and not (problem.asks or problem.num_splits):
+        return
+    for lines in LINES:
+        padded = problem.lines <= lines // 2 and lines > min(LINES)
+        fewer = not padded and (problem.lines <= lines or problem.items(lines) <= problem.gpu.sms)
+        if fewer or lines == max(LINES):
+            yield Whole(lines)
 
 
-def launches(problem: DenseProblem, params: Packed, plan: Plan | None) -> Program:
+def fits(problem: DenseProblem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return division.heads in LINES and bool(division == Whole(division.heads))
+
+
+def work(problem: DenseProblem, division: Any) -> Work:
+    """What takes time in a division, see `work.py`."""
+    lines = division.heads
+    return (lines,), *whole(problem, problem.items(lines), problem.pairs, problem.lines > lines)
+
+
+def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch: CTAs that take work items in turn."""
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
-    return [Launch(kernel(problem.layout), (min(problem.items(LINES), problem.gpu.sms), 1, 1), params)]
+    grid = (min(problem.items(division.heads), problem.gpu.sms), 1, 1)
+    return [Launch(kernel(problem.layout, division.heads), grid, params)]

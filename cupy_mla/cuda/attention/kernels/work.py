@@ -12,7 +12,7 @@ from math import inf
 from operator import ge
 
 from ..divide import split_numbers
-from ..problem import Problem
+from ..problem import DenseProblem, Problem
 
 Counted = tuple[tuple[str, ...], tuple[float, ...]]  # what takes time, and how much of it there is
 
@@ -33,12 +33,14 @@ def rounds_of(ctas: int, at_once: int) -> float:
     return -(-ctas // at_once) if at_once else inf
 
 
-def longest(problem: Problem) -> float:
+def longest(problem: Problem | DenseProblem) -> float:
     """The length of the longest list, as a part of what a list may have: the mean of random lengths."""
+    if isinstance(problem, DenseProblem):  # whose lengths nobody knows
+        return 1.0
     return problem.queries / (problem.queries + 1) if problem.uneven else 1.0
 
 
-def whole(problem: Problem, items: int, pairs: float, shared: bool = False) -> Counted:
+def whole(problem: Problem | DenseProblem, items: int, pairs: float, shared: bool = False) -> Counted:
     """Work items of so many pairs of tiles, one CTA each.
 
     Args:
@@ -51,7 +53,7 @@ def whole(problem: Problem, items: int, pairs: float, shared: bool = False) -> C
     return WHOLE[shared], amounts
 
 
-def split(problem: Problem, ctas: int, splits: float, pairs: float, shared: bool = False) -> Counted:
+def split(problem: Problem | DenseProblem, ctas: int, splits: float, pairs: float, shared: bool = False) -> Counted:
     """Splits of so many pairs of tiles, one CTA each, which all run at a time and are merged."""
     load = min(1.0, ctas / problem.gpu.sms)
     return SPLIT[shared], (1, splits, pairs * longest(problem), load, load * pairs)

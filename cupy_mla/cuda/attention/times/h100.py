@@ -1,4 +1,4 @@
-"""What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from h100's candidates.json; bf16_grouped_sm90, fp8_short_sm90 from h200's, scaled to the records of h100."""
+"""What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from h100's candidates; bf16_grouped_sm90, dense_cluster_sm90, dense_fp8_sm90, dense_sm90, dense_whole_sm90, fp8_short_sm90 from h200's, scaled to the records of h100."""
 
 # fmt: off
 # ruff: noqa: E501
@@ -75,6 +75,38 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "whole prefill": {"items": 6.023, "launch": 2.632, "load": 0.819, "pairs": 3.22, "pairs at load": 0.002197, "pairs of later rounds": 2.636, "shared pairs at load": 0.1063},
         "whole prefill uneven": {"items": 0.03577, "launch": 10.12, "load": 7.087, "pairs": 2.162, "pairs at load": 0.5147, "pairs of later rounds": 0.4871, "shared pairs at load": 0.8276},
         "whole uneven": {"items": 8.253, "launch": 0.05442, "load": 1.684, "mean pairs": 0.7647, "pairs": 2.76, "pairs at load": 0.8853},
+    },
+    "dense_cluster_sm90": {
+        "16": {"launch": 8.13, "pairs": 3.431, "pairs at load": 1.033, "shared pairs at load": 1.304},
+        "32": {"launch": 10.61, "pairs": 2.383, "pairs at load": 3.442, "shared pairs at load": 1.617},
+        "64": {"launch": 11.21, "load": 0.001959, "pairs": 3.617, "pairs at load": 1.208, "shared pairs at load": 0.01039},
+    },
+    "dense_fp8_sm90": {
+        "clusters 32": {"launch": 8.426, "pairs": 3.049, "pairs at load": 0.6818, "shared pairs at load": 0.5286},
+        "clusters 64": {"launch": 12.96, "pairs": 3.169, "pairs at load": 0.6872, "shared pairs at load": 1.226},
+        "plain clusters 32": {"launch": 9.34, "pairs": 1.712, "pairs at load": 1.51, "shared pairs at load": 1.574},
+        "plain clusters 64": {"launch": 13.14, "pairs": 2.032, "pairs at load": 3.719, "shared pairs at load": 1.753},
+        "plain shares 32": {"items": 4.067, "launch": 13.44, "mean pairs": 2.975, "partial lines": 9.721, "partial results": 0.0686},
+        "plain shares 64": {"items": 8.089, "launch": 15.74, "mean pairs": 0.01027, "pairs": 2.996, "partial lines": 1.936, "partial results": 0.08861},
+        "plain splits 32": {"items": 2.553, "launch": 13.16, "mean pairs": 0.008751, "pairs": 2.957, "partial lines": 0.03225, "partial results": 0.0224},
+        "plain splits 64": {"items": 0.01802, "launch": 13.09, "pairs": 3.758, "partial lines": 7.385},
+        "plain whole 32": {"items": 2.384, "launch": 3.378, "load": 5.672, "mean pairs": 1.402, "pairs": 2.357, "pairs at load": 0.004761, "pairs of later rounds": 1.138},
+        "plain whole 64": {"items": 2.888, "launch": 6.629, "load": 3.423, "mean pairs": 0.9618, "pairs": 3.119, "pairs at load": 0.4247, "pairs of later rounds": 3.413},
+        "shares 32": {"items": 4.433, "launch": 12.12, "pairs": 2.581, "partial lines": 7.392, "partial results": 0.1118},
+        "shares 64": {"items": 12.79, "launch": 15.78, "mean pairs": 0.0982, "pairs": 3.241, "partial lines": 3.367, "partial results": 0.07648},
+        "splits 32": {"launch": 12.67, "pairs": 3.418, "partial lines": 2.287},
+        "splits 64": {"items": 0.01586, "launch": 13.17, "pairs": 4.221, "partial lines": 10.02},
+        "whole 32": {"items": 4.113, "launch": 3.261, "mean pairs": 1.625, "pairs": 2.681, "pairs at load": 0.2083, "pairs of later rounds": 1.987},
+        "whole 64": {"items": 6.866, "launch": 4.852, "load": 0.02848, "mean pairs": 4.101, "pairs": 2.585, "pairs at load": 0.002199, "pairs of later rounds": 1.225},
+    },
+    "dense_sm90": {
+        "shares": {"items": 6.302, "launch": 12.39, "mean pairs": 0.08241, "pairs": 3.347, "partial lines": 9.207, "partial results": 0.07847},
+        "splits": {"items": 2.627, "launch": 11.85, "mean pairs": 0.009332, "pairs": 4.266, "partial lines": 8.714, "partial results": 0.0001687},
+    },
+    "dense_whole_sm90": {
+        "16": {"items": 5.162, "launch": 0.3393, "mean pairs": 1.981, "pairs": 3.855, "pairs at load": 0.2905, "pairs of later rounds": 3.196},
+        "32": {"items": 4.089, "launch": 2.346, "load": 0.01054, "mean pairs": 0.2204, "pairs": 3.319, "pairs at load": 2.655, "pairs of later rounds": 3.505},
+        "64": {"items": 4.161, "launch": 3.259, "mean pairs": 1.005, "pairs": 3.346, "pairs at load": 2.39, "pairs of later rounds": 3.633},
     },
     "few_heads_sm90": {
         "bf16 clusters 16": {"combine": 0.6249, "launch": 6.9, "load": 0.3253, "mean": 3.07, "mean tiles": 1.642, "merges": 0.5769, "results": 0.7367, "shared mean tiles": 0.482, "shared tiles at load": 0.1848, "tiles": 1.109},

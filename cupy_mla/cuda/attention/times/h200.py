@@ -1,4 +1,4 @@
-"""What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from h200's candidates.json; portable, portable_99kb from h100's, scaled to the records of h200."""
+"""What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from h200's candidates; portable, portable_99kb from h100's, scaled to the records of h200."""
 
 # fmt: off
 # ruff: noqa: E501
@@ -75,6 +75,38 @@ TIMES: dict[str, dict[str, dict[str, float]]] = {
         "whole prefill": {"items": 3.097, "launch": 5.829, "load": 1.026, "pairs": 3.026, "pairs of later rounds": 2.776, "shared pairs at load": 0.1499},
         "whole prefill uneven": {"launch": 9.101, "load": 6.831, "mean pairs": 0.3837, "pairs": 1.912, "pairs of later rounds": 0.6394, "shared pairs at load": 0.3254},
         "whole uneven": {"items": 7.587, "launch": 1.308, "load": 2.023, "mean pairs": 0.3875, "pairs": 2.993, "shared pairs at load": 0.02394},
+    },
+    "dense_cluster_sm90": {
+        "16": {"launch": 7.101, "pairs": 2.997, "pairs at load": 0.6067, "shared pairs at load": 0.7661},
+        "32": {"launch": 9.269, "pairs": 2.081, "pairs at load": 2.022, "shared pairs at load": 0.9501},
+        "64": {"launch": 9.792, "load": 0.001151, "pairs": 3.159, "pairs at load": 0.7097, "shared pairs at load": 0.006102},
+    },
+    "dense_fp8_sm90": {
+        "clusters 32": {"launch": 7.167, "pairs": 2.593, "pairs at load": 0.4213, "shared pairs at load": 0.3266},
+        "clusters 64": {"launch": 11.02, "pairs": 2.695, "pairs at load": 0.4246, "shared pairs at load": 0.7576},
+        "plain clusters 32": {"launch": 7.944, "pairs": 1.456, "pairs at load": 0.9328, "shared pairs at load": 0.9728},
+        "plain clusters 64": {"launch": 11.18, "pairs": 1.728, "pairs at load": 2.298, "shared pairs at load": 1.083},
+        "plain shares 32": {"items": 3.459, "launch": 11.43, "mean pairs": 1.838, "partial lines": 8.268, "partial results": 0.05835},
+        "plain shares 64": {"items": 6.88, "launch": 13.39, "mean pairs": 0.006347, "pairs": 2.548, "partial lines": 1.647, "partial results": 0.07537},
+        "plain splits 32": {"items": 2.171, "launch": 11.19, "mean pairs": 0.005407, "pairs": 2.515, "partial lines": 0.02743, "partial results": 0.01905},
+        "plain splits 64": {"items": 0.01533, "launch": 11.13, "pairs": 3.196, "partial lines": 6.281},
+        "plain whole 32": {"items": 2.028, "launch": 2.873, "load": 3.505, "mean pairs": 0.8665, "pairs": 2.005, "pairs at load": 0.002942, "pairs of later rounds": 0.968},
+        "plain whole 64": {"items": 2.456, "launch": 5.638, "load": 2.115, "mean pairs": 0.5943, "pairs": 2.653, "pairs at load": 0.2624, "pairs of later rounds": 2.903},
+        "shares 32": {"items": 3.77, "launch": 10.31, "pairs": 2.195, "partial lines": 6.287, "partial results": 0.09513},
+        "shares 64": {"items": 10.88, "launch": 13.42, "mean pairs": 0.06068, "pairs": 2.757, "partial lines": 2.864, "partial results": 0.06505},
+        "splits 32": {"launch": 10.78, "pairs": 2.907, "partial lines": 1.945},
+        "splits 64": {"items": 0.01349, "launch": 11.2, "pairs": 3.59, "partial lines": 8.52},
+        "whole 32": {"items": 3.498, "launch": 2.774, "mean pairs": 1.004, "pairs": 2.28, "pairs at load": 0.1287, "pairs of later rounds": 1.69},
+        "whole 64": {"items": 5.84, "launch": 4.127, "load": 0.0176, "mean pairs": 2.534, "pairs": 2.199, "pairs at load": 0.001359, "pairs of later rounds": 1.042},
+    },
+    "dense_sm90": {
+        "shares": {"items": 5.504, "launch": 10.82, "mean pairs": 0.04842, "pairs": 2.923, "partial lines": 8.041, "partial results": 0.06853},
+        "splits": {"items": 2.294, "launch": 10.35, "mean pairs": 0.005483, "pairs": 3.726, "partial lines": 7.611, "partial results": 0.0001473},
+    },
+    "dense_whole_sm90": {
+        "16": {"items": 4.508, "launch": 0.2963, "mean pairs": 1.164, "pairs": 3.367, "pairs at load": 0.1707, "pairs of later rounds": 2.791},
+        "32": {"items": 3.571, "launch": 2.049, "load": 0.00619, "mean pairs": 0.1295, "pairs": 2.899, "pairs at load": 1.56, "pairs of later rounds": 3.061},
+        "64": {"items": 3.634, "launch": 2.846, "mean pairs": 0.5904, "pairs": 2.922, "pairs at load": 1.404, "pairs of later rounds": 3.173},
     },
     "few_heads_sm90": {
         "bf16 clusters 16": {"combine": 0.5822, "launch": 6.982, "load": 0.06482, "mean": 1.113, "mean tiles": 1.137, "merges": 1.221, "results": 1.596, "shared mean tiles": 0.5876, "tiles": 1.128},

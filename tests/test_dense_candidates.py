@@ -1,0 +1,98 @@
+"""`benchmarks/dense_candidates.py` beside a fake GPU, and what is read from its record."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from cupy_mla.cuda import all_kernels, driver
+from cupy_mla.cuda.attention.dense import KERNELS, choose_dense
+from cupy_mla.cuda.attention.problem import DenseProblem
+
+from .cuda.attention.h200 import CLUSTERS_AT_ONCE
+from .fake_gpu import FakeGPU
+from .test_benchmarks import on_cpu
+
+ROWS = 8
+
+
+@pytest.fixture
+def module(monkeypatch) -> Any:
+    """Imports a module of benchmarks/."""
+    pytest.importorskip("torch")
+    pytest.importorskip("cupy")
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    return importlib.import_module
+
+
+def measured(module, monkeypatch, tmp_path: Path) -> tuple[ModuleType, list[set[str]], set[Any]]:
+    """The program after a run over a small cache: its module, the kernels of each graph, and all that were launched."""
+    torch, program, candidates = module("torch"), module("dense_candidates"), module("candidates")
+    gpu = FakeGPU(monkeypatch, 132, 90)
+    graphs: list[set[str]] = []
+    used: set[Any] = set()
+
+    def graph_of(calls: Any) -> int:
+        gpu.log.clear()
+        gpu.used = 0
+        for call in calls:
+            call()
+        launched = {launch.kernel for launch in gpu.log if launch.kernel is not None}
+        used.update(launched)
+        graphs.append({kernel.name for kernel in launched})
+        return len(graphs)
+
+    drawn, cache_of = program.drawn, program.cache_of.__wrapped__
+    for changed, values in (
+        (driver, {"clusters_at_once": lambda kernel, device: CLUSTERS_AT_ONCE}),
+        (candidates, {"graph_of": graph_of, "environment": lambda: {"gpu": "NVIDIA H200"},
+                      "replay_times": lambda graphs, repeats: [400.0 + graph for graph in graphs],
+                      "load_kernels": lambda which: None}),
+        (program, {"TOKENS": 1024, "drawn": lambda rng: islice(drawn(rng), ROWS), "cache_of": cache_of}),
+        (module("dense_decode"), {"TOKENS": 1024}), (torch.cuda, {"memory_reserved": lambda: 0}),
+    ):  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setattr(changed, name, value)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["dense_candidates.py", "--seconds", "1e9"])
+    with on_cpu():
+        program.main()
+    return program, graphs, used
+
+
+def test_each_candidate_runs_the_kernel_that_it_names(module, monkeypatch, tmp_path):
+    """And all kernels are compiled before anything is measured."""
+    program, graphs, used = measured(module, monkeypatch, tmp_path)
+    rows = json.loads((tmp_path / "dense_candidates.json").read_text())["rows"]
+    names = [(us, way.split()[0]) for row in rows for way, us in row["us"].items()]
+    assert len(rows) == ROWS
+    assert len(names) == len(graphs) > 3 * ROWS
+    for us, name in names:
+        launched = graphs[round(4 * us) - 401]
+        assert launched - {"dense_combine"} == {name}
+    compiled = {kernel for kernel in all_kernels() if re.search(program.KERNELS, repr(kernel))}
+    assert used <= compiled
+
+
+def test_the_record_is_read_as_calls_of_dense_attention(module, monkeypatch, tmp_path):
+    measured(module, monkeypatch, tmp_path)
+    recorded = module("recorded")
+    monkeypatch.setitem(recorded.FOLDERS, "h200", tmp_path)
+    found = list(recorded.candidates("h200", "dense_candidates"))
+    assert len(found) == ROWS
+    data = module("fit_times").Candidates(found)
+    for row in found:
+        assert isinstance(row.problem, DenseProblem)
+        assert row.chosen == choose_dense(row.problem)[:2]
+        assert row.chosen in row.us
+        for kernel, division in row.us:
+            assert KERNELS[kernel].fits(row.problem, division)
+    assert sum(data.offered) >= ROWS
