@@ -10,15 +10,14 @@ have. Writes dense_candidates.json.
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
 import torch
 from candidates import HEADS, Row, Way, run, some, times_of
-from dense_decode import BLOCK, LARGEST, LONGEST, MOST, SHORTEST, TOKENS, Set, filled_cache, input_sets
-from dense_fp8 import our_calls, v32_cache
+from dense_decode import BLOCK, TOKENS, drawn_row, filled_cache
+from dense_fp8 import our_calls, plain_cache, sets_with_fp8_queries, v32_cache
 from recorded import dense_problem_of
 
 from cupy_mla.cuda import driver
@@ -38,11 +37,7 @@ def drawn(rng: random.Random) -> Iterator[Row]:
     for turn in range(1 << 30):
         for number, h in enumerate(HEADS):
             for kind in ("dense bf16", ("dense V32", "dense plain")[(turn + number) % 2]):
-                b = rng.randint(1, 4) if rng.random() < 0.5 else rng.randint(1, LARGEST)
-                length = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(min(LONGEST, MOST // b)))))
-                s_q = rng.randint(1, 4) if rng.random() < 0.5 else 1
-                lengths = rng.choice(("equal", "drawn"))
-                yield {"kind": kind, "h": h, "b": b, "s_q": s_q, "length": length, "lengths": lengths}
+                yield {"kind": kind, **drawn_row(rng, h, few=rng.random() < 0.5)}
 
 
 def ways(rng: random.Random, p: DenseProblem) -> Iterator[Way]:
@@ -75,35 +70,21 @@ def cache_of(kind: str) -> torch.Tensor:
     if kind == "dense V32":
         return v32_cache(TOKENS // BLOCK, BLOCK)
     if kind == "dense plain":
-        bf16 = cache_of("dense bf16")
-        plain = torch.empty(bf16.shape, device="cuda", dtype=torch.float8_e4m3fn)
-        for part, wide in zip(plain.split(1024), bf16.split(1024), strict=True):
-            part.copy_(wide)
-        return plain
+        return plain_cache(cache_of("dense bf16"))
     return filled_cache()
-
-
-def sets_of(row: Row) -> list[Set]:
-    sets = input_sets(row, cache_of(row["kind"]))
-    for s in sets:
-        s["q8"] = s["q"].to(torch.float8_e4m3fn)
-    return sets
 
 
 def measure(rng: random.Random, gpu: driver.Gpu, row: Row) -> Row:
     """The row with the times of its candidates."""
-    problem, sets = dense_problem_of(gpu, row), sets_of(row)
+    rows_of = cache_of(row["kind"])
+    problem, sets = dense_problem_of(gpu, row), sets_with_fp8_queries(row, rows_of)
     chosen = choose_dense(problem)[:2]
     found = list(dict.fromkeys([chosen, *ways(rng, problem)]))
     rng.shuffle(found)
     queries = "q8" if row["kind"] == "dense plain" else "q"
     rows = round(sum(s["lengths"].sum().item() for s in sets) / len(sets))
-    us = times_of(found, make_calls(sets, cache_of(row["kind"]), queries))
+    us = times_of(found, lambda: our_calls(sets, rows_of, queries))
     return {**row, "rows": rows, "chosen": f"{chosen[0]} {chosen[1]}", "us": us}
-
-
-def make_calls(sets: list[Set], cache: torch.Tensor, queries: str) -> Callable[[], list[Callable[[], object]]]:
-    return lambda: our_calls(sets, cache, queries)
 
 
 def main() -> None:

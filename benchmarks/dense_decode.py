@@ -40,12 +40,15 @@ def rows(rng: random.Random, quick: bool) -> Iterator[dict[str, Any]]:
     """What the rows are of, in the fields that the record gives them."""
     for h in HEADS:
         for n in range(4 if quick else DRAWN):
-            few = n < (1 if quick else DRAWN_SMALL)
-            b = rng.randint(1, 4) if few else rng.randint(1, LARGEST)
-            longest = min(LONGEST, MOST // b)
-            length = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(longest))))
-            s_q = rng.randint(1, 4) if rng.random() < 0.5 else 1
-            yield {"h": h, "b": b, "s_q": s_q, "length": length, "lengths": rng.choice(("equal", "drawn"))}
+            yield drawn_row(rng, h, few=n < (1 if quick else DRAWN_SMALL))
+
+
+def drawn_row(rng: random.Random, h: int, few: bool) -> dict[str, Any]:
+    """A row of random sizes; `few`: of 1 to 4 requests."""
+    b = rng.randint(1, 4) if few else rng.randint(1, LARGEST)
+    length = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(min(LONGEST, MOST // b)))))
+    s_q = rng.randint(1, 4) if rng.random() < 0.5 else 1
+    return {"h": h, "b": b, "s_q": s_q, "length": length, "lengths": rng.choice(("equal", "drawn"))}
 
 
 def name_of(row: dict[str, Any]) -> str:

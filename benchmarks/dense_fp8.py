@@ -47,6 +47,19 @@ def v32_cache(blocks: int, block_size: int) -> torch.Tensor:
     return cache
 
 
+def plain_cache(bf16: torch.Tensor) -> torch.Tensor:
+    """The rows of a cache in e4m3."""
+    plain = torch.empty(bf16.shape, device="cuda", dtype=torch.float8_e4m3fn)
+    for part, wide in zip(plain.split(1024), bf16.split(1024), strict=True):
+        part.copy_(wide)
+    return plain
+
+
+def sets_with_fp8_queries(row: dict[str, Any], cache: torch.Tensor) -> list[Set]:
+    """Those of `input_sets`, with `q8`, their queries in e4m3."""
+    return [{**s, "q8": s["q"].to(torch.float8_e4m3fn)} for s in input_sets(row, cache)]
+
+
 def our_calls(sets: list[Set], cache: torch.Tensor, q: str = "q") -> list[Call]:
     return [lambda s=s: cupy_mla.dense_decode(s[q], cache, s["table"], s["lengths"], SCALE) for s in sets]
 
@@ -75,13 +88,9 @@ def main() -> None:
     record.note("seed", seed)
     peer, operations, bf16 = flash_mla_peer(), fp8_peer(), filled_cache()
     v32 = v32_cache(*bf16.shape[:2])
-    plain = torch.empty(bf16.shape, device="cuda", dtype=torch.float8_e4m3fn)
-    for part, wide in zip(plain.split(1024), bf16.split(1024), strict=True):
-        part.copy_(wide)
+    plain = plain_cache(bf16)
     for row in rows(rng, options.quick):
-        sets = input_sets(row, bf16)
-        for s in sets:
-            s["q8"] = s["q"].to(torch.float8_e4m3fn)
+        sets = sets_with_fp8_queries(row, bf16)
         tokens, lines = [s["lengths"].sum().item() for s in sets], row["h"] * row["s_q"]
         bound = dense_floor_us(tokens, lines)[1]  # of the bf16 rows
         wide, of_v32, of_plain = our_calls(sets, bf16), our_calls(sets, v32), our_calls(sets, plain, "q8")

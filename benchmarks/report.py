@@ -417,9 +417,8 @@ def all_rows() -> str:
     """Every row of every record."""
     parts = []
     names = {path.stem for path in RESULTS.glob("*.json") if not path.stem.endswith(".part")}
-    for name in sorted(
-        name for name in names if "candidates" not in name
-    ):  # thousands of rows, which nobody reads here
+    # Candidates are thousands of rows, which nobody reads here.
+    for name in sorted(name for name in names if "candidates" not in name):
         record = load(name)
         columns = list(dict.fromkeys(key for row in record["rows"] for key in row))
         rows = [[_shown(row.get(column)) for column in columns] for row in record["rows"]]

@@ -17,7 +17,7 @@ from ..divide import HALF_PARTIAL_BYTES, Clusters, Division
 from ..problem import DenseProblem
 from ..times import Work
 from . import bf16_cluster_sm90, bf16_sm90
-from .work import Counted, rounds_of, split
+from .work import Counted, in_rounds, rounds_of, split
 
 LAYOUTS = (*bf16_sm90.LAYOUTS, FP16_576, FP16_512)  # that the kernels for Hopper read
 LINES = bf16_cluster_sm90.HEADS  # of a work item: query tokens times heads
@@ -84,7 +84,7 @@ def clusters(problem: DenseProblem, division: Any) -> Counted:
     items = problem.items(lines)
     names, amounts = split(problem, items * splits, splits, ceil_div(problem.pairs, splits), problem.lines > lines)
     rounds = rounds_of(items, problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())[splits - 1])
-    return names, tuple(rounds * amount for amount in amounts) if rounds > 1 else amounts
+    return names, in_rounds(amounts, rounds)
 
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:

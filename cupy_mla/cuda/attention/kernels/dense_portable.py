@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any
 
@@ -36,7 +36,7 @@ def serves(problem: DenseProblem) -> bool:
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
     """The one that is to take the least time, or all of which one is asked for."""
-    yield from divisions(problem, "portable")
+    yield from divisions(problem, "portable", portable.work)
 
 
 def fits(problem: DenseProblem, division: Any) -> bool:
@@ -79,17 +79,20 @@ def as_sparse(problem: DenseProblem, name: str) -> Problem:
     )  # fmt: skip
 
 
-def divisions(problem: DenseProblem, name: str) -> list[Division]:
+def divisions(problem: DenseProblem, name: str, of_sparse: Callable[[Problem, Any], Work]) -> list[Division]:
     """Those of the kernel of that name, the least time first, where one is asked for; else the first of these, as all
     requests being as long as the table allows would have it.
 
     They may not be. So whole items are shares instead: the GPU then finds out by the lengths which items it cuts.
+
+    Args:
+        of_sparse: the work of a division over index lists.
     """
     of = as_sparse(problem, name)
     heads = portable.block_heads(of.heads)
     if problem.batch_invariant and not problem.num_splits:
         return [Clusters(heads, INVARIANT_SPLITS, 1)]
-    found = sorted(portable.candidates(of), key=lambda division: _us(of, name, division))
+    found = sorted(portable.candidates(of), key=lambda way: times.microseconds(of.gpu, name, of_sparse(of, way)))
     if problem.division:
         return found
     if problem.num_splits:
@@ -97,8 +100,3 @@ def divisions(problem: DenseProblem, name: str) -> list[Division]:
     if of.items(heads) * problem.rows > MOST_ROWS:
         return [Whole(heads)]
     return [Shares(heads)] if isinstance(found[0], Whole) else found[:1]
-
-
-def _us(of: Problem, name: str, division: Division) -> float:
-    limit = portable.LARGE if name == "portable" else portable.SMALL
-    return times.microseconds(of.gpu, name, ((limit, "KB"), *portable.counted(of, division)))

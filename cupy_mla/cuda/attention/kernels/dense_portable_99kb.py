@@ -10,7 +10,7 @@ from ...structs import Packed
 from ..divide import Division
 from ..problem import DenseProblem
 from ..times import Work
-from . import dense_portable, portable
+from . import dense_portable, portable, portable_99kb
 
 
 def serves(problem: DenseProblem) -> bool:
@@ -20,7 +20,7 @@ def serves(problem: DenseProblem) -> bool:
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
     """The one that is to take the least time, or all of which one is asked for."""
-    yield from dense_portable.divisions(problem, "portable_99kb")
+    yield from dense_portable.divisions(problem, "portable_99kb", portable_99kb.work)
 
 
 def fits(problem: DenseProblem, division: Any) -> bool:

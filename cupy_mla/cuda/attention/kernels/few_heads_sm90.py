@@ -147,7 +147,7 @@ def of_splits(problem: Problem, division: Any, consumers: int) -> Counted:
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
-    """The launch: a cluster a query, a partial result and a tile of heads; or so many CTAs, a share each."""
+    """The launch: a cluster a query, a partial result and a tile of heads."""
     heads, each = division.heads, division.heads * PARTIAL_BYTES
     cluster, splits = (1, 1) if isinstance(division, Whole) else (division.cluster, division.num_splits)
     memory = {} if isinstance(division, Whole) else division.memory(problem, each)

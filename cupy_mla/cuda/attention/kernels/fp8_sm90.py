@@ -45,7 +45,7 @@ from ..divide import (
 )
 from ..problem import TILE_ROWS, Problem
 from ..times import Work
-from .work import fitting, rounds_of, shares, split, whole
+from .work import fitting, in_rounds, rounds_of, shares, split, whole
 
 # That the kernel can read, and the pipeline over rows of a block table.
 LAYOUTS_OF_FP8 = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512, V32_NOPE_FP8, V41_FP8, V41_FP8_SPLIT)
@@ -204,7 +204,7 @@ def work(problem: Problem, division: Any) -> Work:
         names, amounts = (*names, "splits longer than the ring"), (*amounts, each > RING[heads])
         clustered = isinstance(division, Clusters)
         rounds = rounds_of(items, problem.gpu.clusters_at_once(cluster_kernel())[splits - 1] if clustered else sms)
-        amounts = tuple(rounds * amount for amount in amounts) if rounds > 1 else amounts
+        amounts = in_rounds(amounts, rounds)
     layout = TIMED_AS.get(problem.layout, problem.layout)
     if heads < TIMED_HEADS:
         amounts = tuple(OF_FEWER * amount for amount in amounts)

@@ -14,7 +14,8 @@ from operator import ge
 from ..divide import split_numbers
 from ..problem import DenseProblem, Problem
 
-Counted = tuple[tuple[str, ...], tuple[float, ...]]  # what takes time, and how much of it there is
+Amounts = tuple[float, ...]
+Counted = tuple[tuple[str, ...], Amounts]  # what takes time, and how much of it there is
 
 # What takes time in each: where a CTA reads rows of its own, and where several read the same.
 WHOLE, SPLIT, SHARES = (
@@ -57,6 +58,11 @@ def split(problem: Problem | DenseProblem, ctas: int, splits: float, pairs: floa
     """Splits of so many pairs of tiles, one CTA each, which all run at a time and are merged."""
     load = min(1.0, ctas / problem.gpu.sms)
     return SPLIT[shared], (1, splits, pairs * longest(problem), load, load * pairs)
+
+
+def in_rounds(amounts: Amounts, rounds: float) -> Amounts:
+    """The amounts of work that all runs at a time, if it is done in so many rounds."""
+    return tuple(rounds * amount for amount in amounts) if rounds > 1 else amounts
 
 
 def shares(problem: Problem, items: int, shared: bool = False) -> Counted:
