@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import random
 import secrets
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 
 import hypothesis
 import numpy as np
@@ -145,6 +148,13 @@ def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
     for item in items:
         found.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return found
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a module of benchmarks/."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    return importlib.import_module
 
 
 @pytest.fixture

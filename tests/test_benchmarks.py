@@ -32,13 +32,6 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 @pytest.fixture
-def module(monkeypatch):
-    """Imports a module of benchmarks/."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
-
-
-@pytest.fixture
 def harness(module) -> ModuleType:
     pytest.importorskip("torch")
     pytest.importorskip("cupy")

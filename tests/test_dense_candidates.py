@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
@@ -24,18 +23,11 @@ from .test_benchmarks import on_cpu
 ROWS = 8
 
 
-@pytest.fixture
-def module(monkeypatch) -> Any:
-    """Imports a module of benchmarks/."""
-    pytest.importorskip("torch")
-    pytest.importorskip("cupy")
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-    return importlib.import_module
-
-
 def measured(module, monkeypatch, tmp_path: Path) -> tuple[ModuleType, list[set[str]], set[Any]]:
     """The program after a run over a small cache: its module, the kernels of each graph, and all that were launched."""
-    torch, program, candidates = module("torch"), module("dense_candidates"), module("candidates")
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("cupy")
+    program, candidates = module("dense_candidates"), module("candidates")
     gpu = FakeGPU(monkeypatch, 132, 90)
     graphs: list[set[str]] = []
     used: set[Any] = set()

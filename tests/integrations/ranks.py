@@ -28,6 +28,13 @@ dist.destroy_process_group()
 """
 
 
+def start(number: int, *program: str) -> subprocess.CompletedProcess[str]:
+    """Run so many processes of a program, a file or `-m` and a module, and its arguments."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}", *program]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
 def run(program: str, folder: Path, backend: str, ranks: int, *arguments: object) -> None:
     """Run what comes between START and END; it knows `folder`, `backend`, its rank `me` and the device `place`.
 
@@ -42,9 +49,5 @@ def run(program: str, folder: Path, backend: str, ranks: int, *arguments: object
             pytest.skip(f"needs {ranks} GPUs")
     file = folder / "rank.py"
     file.write_text(START + program + END)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(file)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
-    done = subprocess.run(
-        [*command, str(folder), backend, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=300
-    )
+    done = start(ranks, str(file), str(folder), backend, *map(str, arguments))
     assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if "rank" in line)[:3000]

@@ -22,7 +22,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 from cupy_mla.integrations import megatron, sglang
 from cupy_mla.integrations import vllm as plugin
 from cupy_mla.integrations.contract import definitions, missing
-from tests.integrations import wheels
+from tests.integrations import ranks, wheels
 from tests.integrations.wheels import NEWEST, SERVED, NotFetchedError, python_files
 
 of_vllm = pytest.mark.parametrize("version", SERVED["vllm"])
@@ -83,9 +83,7 @@ def test_steps_by_the_classes_of_the_wheel(rng_seed, version: str) -> None:
 def test_ranks_that_share_rows(rng_seed) -> None:
     """Two processes: the newest vLLM's layer, indexer and merge around our attention, and the benchmark's stand-ins."""
     pytest.importorskip("transformers", reason="transformers is not installed, which vLLM imports")
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*run, "-m", "tests.integrations.wheel_ranks", unpacked("vllm"), str(rng_seed)]
-    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    result = ranks.start(2, "-m", "tests.integrations.wheel_ranks", str(unpacked("vllm")), str(rng_seed))
     assert result.returncode == 0, result.stderr
     for rank in range(2):
         assert result.stdout.count(f"rank {rank}: 9 steps over every other") == 4
