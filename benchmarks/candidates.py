@@ -54,8 +54,8 @@ from cupy_mla.cuda.attention.divide import (
 )
 from cupy_mla.cuda.attention.kernels import (
     bf16_cluster_sm90,
+    bf16_few_heads_sm90,
     bf16_grouped_sm90,
-    few_heads_sm90,
     fp8_short_sm90,
     fp8_sm90,
     portable,
@@ -169,18 +169,17 @@ def ways(rng: random.Random, p: Problem) -> Iterator[Way]:
     if fp8_short_sm90.serves(p):
         yield from (("fp8_short_sm90", division) for division in some(rng, [*fp8_short_sm90.candidates(p)]))
     if not quantized and (h <= 16 or items(32) <= sms):
-        most = few_heads_sm90.block_heads(h)
-        at_once = gpu.clusters_at_once(few_heads_sm90.cluster_kernel(most))
-        for kernel in ("few_heads_sm90", "bf16_few_heads_sm90"):
-            for heads in (16, 32) if most == 32 else (most,):
-                yield kernel, Whole(heads)
-                found = [n for n in split_numbers(tiles, sms) if items(heads) * n <= 2.1 * sms]
-                for n in some(rng, found):
-                    if largest_cluster(n) > 1 and fits(heads, n, at_once):
-                        yield kernel, Clusters(heads, n, largest_cluster(n))
-                    yield from [(kernel, Clusters(heads, n, 1))] if rng.random() < 0.4 else []
+        most = bf16_few_heads_sm90.block_heads(h)
+        at_once = gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
+        for heads in (16, 32) if most == 32 else (most,):
+            yield "bf16_few_heads_sm90", Whole(heads)
+            found = [n for n in split_numbers(tiles, sms) if items(heads) * n <= 2.1 * sms]
+            for n in some(rng, found):
+                if largest_cluster(n) > 1 and fits(heads, n, at_once):
+                    yield "bf16_few_heads_sm90", Clusters(heads, n, largest_cluster(n))
+                yield from [("bf16_few_heads_sm90", Clusters(heads, n, 1))] if rng.random() < 0.4 else []
     if not quantized:
-        heads = few_heads_sm90.block_heads(h)
+        heads = bf16_few_heads_sm90.block_heads(h)
         if items(heads) > sms:
             yield "bf16_few_heads_sm90", Whole(heads, 2)
         yield from flat_ways(rng, p)
@@ -302,7 +301,6 @@ def run(
         module.__name__.rpartition(".")[2]: gpu.clusters_at_once(kernel)
         for module, kernel in (
             (fp8_sm90, fp8_sm90.cluster_kernel()), (bf16_cluster_sm90, bf16_cluster_sm90.cluster_kernel()),
-            (few_heads_sm90, few_heads_sm90.cluster_kernel(16)),
         )
     }  # fmt: skip
     path = Path(os.environ.get("OUT", RESULTS)) / f"{name}.json"

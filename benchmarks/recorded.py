@@ -14,7 +14,7 @@ from cases import numbers
 from cupy_mla.cuda.attention import dense
 from cupy_mla.cuda.attention.choose import KERNELS, choose
 from cupy_mla.cuda.attention.divide import Division, division
-from cupy_mla.cuda.attention.kernels import few_heads_sm90, fp8_sm90
+from cupy_mla.cuda.attention.kernels import fp8_sm90
 from cupy_mla.cuda.attention.problem import DenseProblem, Problem
 from cupy_mla.cuda.driver import Gpu, Launchable
 from cupy_mla.cuda.paging import ceil_div
@@ -103,16 +103,11 @@ def as_now(problem: Problem | DenseProblem, way: tuple[str, Division], us: float
     return (kernel, of._replace(heads=least)), fp8_sm90.OF_FEWER * us  # type: ignore[attr-defined]
 
 
-def is_there(problem: Problem | DenseProblem, kernel: str) -> bool:
-    """Whether a kernel of a record still reads the rows: `few_heads_sm90` read FP8 rows, too."""
-    return kernel != "few_heads_sm90" or problem.layout in few_heads_sm90.LAYOUTS
-
-
 def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     """The rows of a record of candidates of a GPU; none where there is no such record.
 
-    `dense_candidates` has those of dense attention. `candidates_held_out` and `dense_candidates_held_out` have other
-    calls, of other runs: no times are fitted to them.
+    Kernels that are gone since are left out. `dense_candidates` has those of dense attention. `candidates_held_out` and
+    `dense_candidates_held_out` have other calls, of other runs: no times are fitted to them.
     """
     path = FOLDERS[name] / f"{record}.json"
     if not path.exists():
@@ -122,7 +117,7 @@ def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     for row in record["rows"]:
         problem = (dense_problem_of if row["kind"] in DENSE_LAYOUTS else problem_of)(gpu, row)
         ways = ((way_of(text), time) for text, time in row["us"].items())
-        us = dict(as_now(problem, way, time) for way, time in ways if is_there(problem, way[0]))
+        us = dict(as_now(problem, way, time) for way, time in ways if way[0] in kernels_of(problem))
         if not us:
             continue
         chosen, _ = as_now(problem, way_of(row["chosen"]), 0.0)
@@ -147,7 +142,7 @@ def other_records(name: str) -> Iterator[tuple[Problem | DenseProblem, str, Divi
             known = "valid" not in row and "drawn" not in row["case"]  # else rows are fewer than the call says
             if known and "way" in row:
                 problem, way = named_problem(gpu, row["case"]), way_of(row["way"])
-                if is_there(problem, way[0]):
+                if way[0] in kernels_of(problem):
                     yield problem, *way, row["ours_us"]
 
 

@@ -29,7 +29,7 @@ from cupy_mla.cuda import kernel as kernel_module
 from cupy_mla.cuda.attention import dense
 from cupy_mla.cuda.attention.choose import DENSE_NAMES, VARIABLE
 from cupy_mla.cuda.attention.divide import Clusters, Division, Segments, Shares, Teams, Whole
-from cupy_mla.cuda.attention.kernels import few_heads_sm90, fp8_sm90, portable
+from cupy_mla.cuda.attention.kernels import fp8_sm90, portable
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
 from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE
 from cupy_mla.ops.examples import SM_SCALES, Wanted
@@ -400,8 +400,6 @@ MOST_HEADS = layouts.V32_FP8, layouts.V4_FP8, layouts.BF16_576  # layouts that a
 
 def decode_kernels(layout: layouts.Layout) -> Iterator[str]:
     """The kernels for Hopper that can serve a decode."""
-    if layout in few_heads_sm90.LAYOUTS:
-        yield "few_heads_sm90"
     if layout in fp8_sm90.LAYOUTS:
         yield "fp8_sm90"
     if layout in (layouts.BF16_576, layouts.BF16_512):

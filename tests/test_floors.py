@@ -203,9 +203,7 @@ def test_a_circle_and_an_import_upward_are_found(tmp_path):
 # --- CUDA -----------------------------------------------------------------------------------------------------
 
 # Folders with the parts of a kernel, which its .cu file puts together.
-PARTS = tuple(
-    f"attention/{kernel}" for kernel in ("bf16_few_heads_sm90", "bf16_sm90", "few_heads_sm90", "fp8_sm90", "portable")
-)
+PARTS = tuple(f"attention/{kernel}" for kernel in ("bf16_few_heads_sm90", "bf16_sm90", "fp8_sm90", "portable"))
 
 # What a file may include, by its folder: folders, or headers. A .cu file is a kernel, which nothing includes.
 HEADERS = {

@@ -22,7 +22,6 @@ from ..cuda.attention.kernels import (
     dense_fp8_sm90,
     dense_sm90,
     dense_whole_sm90,
-    few_heads_sm90,
     fp8_sm90,
 )
 from ..cuda.driver import Gpu
@@ -126,12 +125,9 @@ def kernels_of(config: SparseMLAConfig | DenseMLAConfig, device: int) -> Iterato
 
 
 def _asked(config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Kernel]:
-    heads, quantized = config.num_heads, config.layout.quantized
-    yield fp8_sm90.cluster_kernel() if quantized else bf16_cluster_sm90.cluster_kernel()
+    yield fp8_sm90.cluster_kernel() if config.layout.quantized else bf16_cluster_sm90.cluster_kernel()
     if isinstance(config, SparseMLAConfig):
         yield from (bf16_cluster_sm90.cluster_kernel(), topk.cluster_kernel())
-        if heads <= 16 or not quantized:
-            yield from map(few_heads_sm90.cluster_kernel, {16, few_heads_sm90.block_heads(heads)})
 
 
 def _calls(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Callable[[], Any]]:

@@ -47,16 +47,6 @@ __device__ __forceinline__ void mbarrier_arrive_elected(uint32_t barrier) {
     }
 }
 
-// A warp's arrivals at two barriers: those that lanes 0 and 1 pass.
-__device__ __forceinline__ void mbarrier_arrive_for_warp_at_two(uint32_t barrier, int lane) {
-    if constexpr (WARP_ARRIVALS == 32) {
-        mbarrier_arrive(__shfl_sync(~0u, barrier, 0));
-        mbarrier_arrive(__shfl_sync(~0u, barrier, 1));
-    } else {
-        if (lane < 2) mbarrier_arrive(barrier);
-    }
-}
-
 // One arrival. The phase then also waits for `bytes` of bulk copies.
 __device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

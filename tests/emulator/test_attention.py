@@ -18,7 +18,6 @@ pytestmark = needs_compiler
 
 FORMATS = {
     "fp8_sm90": (oracle.V32, oracle.V4),
-    "few_heads_sm90": (oracle.BF16_576, oracle.BF16_512),
     "portable": oracle.FORMATS,
 }
 SPLITS = {"bf16_cluster_sm90": (2, 3), "bf16_shares_sm90": (None, 3), "bf16_sm90": (None, 1)}

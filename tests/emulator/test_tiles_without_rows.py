@@ -107,7 +107,7 @@ def test_a_group_of_more_tiles_than_are_taken_together(kind, emulated, rng, monk
 
 
 @pytest.mark.long(sample=2)
-@pytest.mark.parametrize("name", [*DECODERS, "fp8_sm90", "few_heads_sm90"])
+@pytest.mark.parametrize("name", [*DECODERS, "fp8_sm90"])
 def test_tiles_without_a_valid_entry_are_not_multiplied(kind, emulated, rng, monkeypatch, force, name):
     """Of 32 tiles a few are left. They take their share of the products of all, and one tile more for each of six SMs:
     some kernels multiply tiles in pairs, `portable` takes no more. Clusters pass over pairs that lie side by side, and

@@ -23,7 +23,6 @@ from .kernels import (
     bf16_grouped_sm90,
     bf16_shares_sm90,
     bf16_sm90,
-    few_heads_sm90,
     fp8_short_sm90,
     fp8_sm90,
     portable,
@@ -37,7 +36,7 @@ KERNELS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
     for module in (
         bf16_grouped_sm90, fp8_sm90, fp8_short_sm90, bf16_few_heads_sm90, bf16_shares_sm90, bf16_cluster_sm90,
-        few_heads_sm90, bf16_sm90, portable, portable_99kb,
+        bf16_sm90, portable, portable_99kb,
     )
 }  # fmt: skip
 NAMES = tuple(KERNELS)

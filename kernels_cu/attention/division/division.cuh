@@ -35,7 +35,7 @@
 //   store                    stores the item's results
 #pragma once
 
-enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3, TEAMS = 4, SPLITS = 5, REQUESTS = 6 };  // DIVISION
+enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3, TEAMS = 4, REQUESTS = 5 };  // DIVISION
 
 #if DIVISION == 0
 #include "attention/division/whole.cuh"
@@ -58,10 +58,6 @@ using DivisionOf = Segments;
 template <int THREADS>
 using DivisionOf = Teams<THREADS>;
 #elif DIVISION == 5
-#include "attention/division/splits.cuh"
-template <int>
-using DivisionOf = Splits;
-#elif DIVISION == 6
 #include "attention/division/request_shares.cuh"
 template <int THREADS>
 using DivisionOf = RequestShares<THREADS>;

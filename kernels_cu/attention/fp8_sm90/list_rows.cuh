@@ -14,7 +14,7 @@ struct Slots {
     }
 };
 
-// As find_row of lists.cuh, with the source chosen once. That spills less here, and more in few_heads_sm90.cu.
+// As find_row of lists.cuh, with the source chosen once. That spills less here.
 #if EXTRA_ROWS
 struct AnyRow {
     const uint8_t *data, *scale_bytes;

@@ -154,8 +154,8 @@ def test_invariant_choices_do_not_depend_on_the_batch(layout, heads):
         (V4_FP8, 128, "fp8_sm90", 3),
         (V32_FP8, 16, "fp8_sm90", 3),
         (V32_FP8, 17, "fp8_sm90", 3),
-        (BF16_576, 16, "few_heads_sm90", 4),
-        (BF16_576, 128, "few_heads_sm90", 4),
+        (BF16_576, 16, "bf16_few_heads_sm90", 4),
+        (BF16_576, 128, "bf16_few_heads_sm90", 4),
     ],
 )
 def test_kernels_and_splits_of_invariant_calls(layout, heads, kernel, splits):
@@ -203,8 +203,8 @@ def test_forcing_ends_with_its_block(force, monkeypatch):
     force("fp8_sm90")
     with cupy_mla.forced(division="teams"):
         assert asked() == ("portable", "teams")
-        with cupy_mla.forced("few_heads_sm90"):
-            assert asked() == ("few_heads_sm90", "")
+        with cupy_mla.forced("bf16_few_heads_sm90"):
+            assert asked() == ("bf16_few_heads_sm90", "")
         assert asked() == ("portable", "teams")
     assert asked() == ("fp8_sm90", "")
 
@@ -227,7 +227,7 @@ def test_a_name_that_does_not_exist_is_an_error(name):
         ("fp8_sm90", decode(BF16_576, 64, 1)),
         ("fp8_sm90", decode(V32_FP8, 64, 1, gpu=L40)),
         ("fp8_short_sm90", decode(V4_FP8, 64, 1)),
-        ("few_heads_sm90", decode(V32_FP8, 8, 1)),
+        ("bf16_few_heads_sm90", decode(V32_FP8, 8, 1)),
         ("bf16_grouped_sm90", prefill(33, 1000)),
         ("portable", decode(V32_FP8, 8, 1, gpu=L40)),
     ],

@@ -22,15 +22,6 @@ inline void mbarrier_arrive_elected(uint32_t barrier) {
     if (WARP_ARRIVALS == 32 || emu::lane() == 0) mbarrier_arrive(barrier + BYTES_BEHIND);
 }
 
-inline void mbarrier_arrive_for_warp_at_two(uint32_t barrier, int lane) {
-    if constexpr (WARP_ARRIVALS == 32) {
-        mbarrier_arrive(__shfl_sync(~0u, barrier, 0));
-        mbarrier_arrive(__shfl_sync(~0u, barrier, 1));
-    } else {
-        if (lane < 2) mbarrier_arrive(barrier);
-    }
-}
-
 inline void mbarrier_arrive_expecting(uint32_t barrier, int bytes) { emu::mbarrier_arrive(barrier, bytes); }
 inline void mbarrier_arrive_expecting_for_warp(uint32_t barrier, int bytes, int lane) {
     if (lane == 0) {

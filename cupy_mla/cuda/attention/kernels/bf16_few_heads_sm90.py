@@ -1,4 +1,7 @@
-"""`kernels_cu/attention/bf16_few_heads_sm90.cu`: bf16 rows on Hopper, 8, 16 or 32 heads of one or two queries a CTA."""
+"""`kernels_cu/attention/bf16_few_heads_sm90.cu`: bf16 rows on Hopper, 8, 16 or 32 heads of one or two queries a CTA.
+
+A query's rows may be split over the CTAs of a cluster, over partial results, or both.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,29 @@ from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
 from ...program import Launch, Program
 from ..call import Call
-from ..divide import PARTIAL_BYTES, Division, Whole
+from ..divide import PARTIAL_BYTES, Clusters, Division, Whole, largest_cluster, split_numbers
 from ..problem import TILE_ROWS, Problem
 from ..times import Work
-from . import bf16_sm90, combine
-from .few_heads_sm90 import HEADS, block_heads, of_splits, splits_of
+from . import bf16_cluster_sm90, bf16_sm90, combine
 from .lists import longest_first
-from .work import whole
+from .work import Counted, rounds_of, whole
 
 CONSUMERS = 2  # consumer warpgroups of a CTA
+HEADS = (8, 16, 32)  # heads a CTA is built for
+INVARIANT_ROWS = 512  # of a split of a batch-invariant call
+# What takes time in whole items and splits: where a CTA reads rows of its own, and where several read the same.
+AMOUNTS = tuple(
+    (
+        "launch", "items", "tiles", "rounds", "mean", f"{of}mean tiles", "load", f"{of}tiles at load", "merges",
+        "combine", "results",
+    ) for of in ("", "shared ")
+)  # fmt: skip
+
+
+@cache
+def block_heads(h_q: int) -> int:
+    """Heads of a CTA, for a call with `h_q` heads."""
+    return next((heads for heads in HEADS if h_q <= heads), max(HEADS))
 
 
 @cache
@@ -46,26 +63,44 @@ def kernels() -> Iterator[Kernel]:
 
 def serves(problem: Problem) -> bool:
     """bf16 rows."""
-    return problem.on_hopper and problem.layout in bf16_sm90.LAYOUTS and not problem.fixed
+    return problem.on_hopper and problem.layout in bf16_sm90.LAYOUTS
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
     """Whole items, two of them a CTA where there are more than SMs, clusters, and partial results for `combine.cu`.
 
-    Not for more than 32 heads over flat rows that fill the GPU; nor splits of more than 16 over any flat rows.
+    Of more than 32 heads over flat rows only items that do not fill the GPU, and no splits: other kernels are faster.
     """
-    heads = block_heads(problem.heads)
+    heads, fixed = block_heads(problem.heads), problem.fixed
     many = problem.items(heads) > problem.gpu.sms
-    if not problem.asks and problem.flat and not problem.num_splits and problem.heads > 16:
+    if problem.flat and problem.heads > 16 and not (problem.asks or problem.num_splits or fixed):
         if not many:
             yield Whole(heads)
             yield Whole(16)
     else:
-        yield from splits_of(problem, heads, clusters=problem.prefill or not problem.flat)
+        yield from _splits(problem, heads)
         if problem.heads > 16 and not many:
-            yield from splits_of(problem, 16)
-    if (many or problem.division) and problem.num_splits <= 1 and problem.heads <= max(HEADS):
+            yield from _splits(problem, 16)
+    if (many or problem.division) and problem.num_splits <= 1 and problem.heads <= max(HEADS) and not fixed:
         yield Whole(heads, queries=2)
+
+
+def _splits(problem: Problem, heads: int) -> Iterator[Division]:
+    """Whole items, and splits with so many heads a CTA."""
+    asked, sms, items = problem.splits(INVARIANT_ROWS), problem.gpu.sms, problem.items(heads)
+    if asked <= 1:
+        yield Whole(heads)
+    if asked == 1 and not problem.division:
+        return
+    at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
+    found = [*split_numbers(problem.tiles, max(3, sms // max(1, items)))]  # two and three in several rounds, too
+    numbers = [asked] if asked > 1 else found[-3:] or [2][: bool(problem.division)]
+    for n in numbers:
+        cluster = largest_cluster(n)
+        if n in numbers[-2:]:
+            yield Clusters(heads, n, 1)
+        if cluster > 1 and (asked or problem.division or items * n // cluster <= at_once[cluster - 1]):
+            yield Clusters(heads, n, cluster)
 
 
 def fits(problem: Problem, division: Any) -> bool:
@@ -83,7 +118,23 @@ def work(problem: Problem, division: Any) -> Work:
             twos = -(-problem.items(division.heads) // 2)
             return ("two queries", *words), *whole(problem, twos, problem.pairs)
         kind = "whole"
-    return (kind, *words), *of_splits(problem, division, CONSUMERS)
+    return (kind, *words), *_counted(problem, division)
+
+
+def _counted(problem: Problem, division: Any) -> Counted:
+    """What takes time in whole items or splits. A round is a tile for each consumer warpgroup."""
+    splits, cluster = (1, 1) if isinstance(division, Whole) else (division.splits, division.cluster)
+    partials, each = splits // cluster, -(-problem.tiles // splits)
+    clusters = problem.items(division.heads) * partials
+    at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())[cluster - 1]
+    turns = rounds_of(clusters, at_once)
+    last = min(1.0, max(0.0, clusters * cluster / problem.gpu.sms - turns + 1))  # how full the last round is
+    mean, load = turns - 1 + last, turns - 1 + last**2
+    results = problem.queries * problem.heads * partials / 1000 if partials > 1 else 0
+    return AMOUNTS[problem.heads > division.heads], (
+        1, turns, turns * each, turns * -(-each // CONSUMERS), mean, mean * each, load, load * each,
+        turns * (cluster > 1), partials > 1, results,
+    )  # fmt: skip
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

@@ -22,7 +22,7 @@ from ..divide import Division, Whole
 from ..problem import Problem
 from ..times import Work
 from . import bf16_few_heads_sm90, bf16_sm90
-from .few_heads_sm90 import block_heads
+from .bf16_few_heads_sm90 import block_heads
 from .lists import sorted_by_place
 from .work import shares
 

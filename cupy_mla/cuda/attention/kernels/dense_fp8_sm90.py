@@ -21,7 +21,7 @@ from .work import whole
 
 LAYOUTS = fp8_sm90.LAYOUTS_OF_FP8  # that the kernel can read
 LINES = fp8_sm90.DENSE_LINES  # query tokens times heads
-DIVISIONS = {Whole: 0, Clusters: 1, Shares: 6}  # kernels_cu/attention/division/division.cuh
+DIVISIONS = {Whole: 0, Clusters: 1, Shares: 5}  # kernels_cu/attention/division/division.cuh
 MOST_PAIRS = 16  # of tiles of a whole request: it might be alone among short ones
 SPILL_BYTES = {V32_NOPE_FP8: 4}  # an address
 

@@ -16,10 +16,10 @@ from ..call import Call
 from ..divide import PARTIAL_BYTES, Clusters, Division, Shares, Whole, split_numbers
 from ..problem import Problem
 from ..times import Work
-from . import combine, few_heads_sm90, fp8_sm90
+from . import bf16_sm90, combine, fp8_sm90
 from .work import Counted
 
-ON_HOPPER = {*few_heads_sm90.LAYOUTS, *fp8_sm90.LAYOUTS}  # that other kernels read there
+ON_HOPPER = {*bf16_sm90.LAYOUTS, *fp8_sm90.LAYOUTS}  # that other kernels read there
 HEADS = (16, 32, 64)  # heads a CTA is built for
 SMALL, LARGE = 99, 163  # KB of shared memory that a CTA of each shape may have: sm_86, 89, 120, 121; sm_80, 90, 100
 STEP_ROWS = 32  # rows of a step, in which work is counted
