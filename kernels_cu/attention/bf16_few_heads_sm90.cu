@@ -35,9 +35,9 @@
 // a valid entry, the first is the last: it is copied, as zeros, so that its space is the consumers', but not
 // multiplied.
 //
-// At the end each warpgroup stores its O^T in the space of its tile. A CTA merges those of its query from there; in a
-// cluster every CTA merges a share of the columns through distributed shared memory. Splits that do not fit a cluster
-// lie along gridDim.y and are merged by combine.cu.
+// At the end each warpgroup stores its O^T in the space of its tile, and a CTA merges those of its query from there. The
+// CTAs of a cluster leave what they have to one another, and each merges a share of the columns (merge.cuh). Splits that
+// do not fit a cluster lie along gridDim.y and are merged by combine.cu.
 //
 // What is exact: rows and Q are multiplied as they are. What is rounded: P^T, to bf16; results. Products, sums and
 // partial results are float32, exponentials ex2.approx.

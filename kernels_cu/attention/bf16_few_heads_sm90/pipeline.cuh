@@ -84,10 +84,7 @@ __device__ __forceinline__ void run(const AttentionParams& p) {
         const int warpgroup = threadIdx.x / WARPGROUP - 2, quarter = threadIdx.x / 32 % 4;
         uint32_t parity = 1;  // the first wait for each stage returns at once
         for_each_work(p, place, warpgroup, [&](const Work& w) { copy_tiles(p, w, warpgroup, quarter, parity); });
-        if (ctas > 1) {  // cluster barriers count every thread
-            cluster_sync();
-            cluster_sync();
-        }
+        if (ctas > 1) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
         increase_registers_to<256 - PRODUCER_REGISTERS>();
         const Role r = consumer_role();
@@ -103,13 +100,8 @@ __device__ __forceinline__ void run(const AttentionParams& p) {
             }
             attend(p, w, r, copied, state, o);
             store_output(r, state, o);
-            if (ctas > 1) {
-                cluster_sync();
-                write_cluster_results(p, w, cluster_rank(), ctas);
-                cluster_sync();  // shared memory must stay until all CTAs have read it
-                return;
-            }
             sync_writers(r);
+            if (ctas > 1) return write_cluster_results(p, w, r, ctas);
             write_results(p, w, r);
             if (QUERIES == 2) {
                 sync_warpgroup(r);

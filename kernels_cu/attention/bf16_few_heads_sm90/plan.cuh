@@ -11,7 +11,7 @@
 
 constexpr int THREADS = 4 * WARPGROUP;
 // With which neither side spills.
-constexpr int PRODUCER_REGISTERS = QUERIES == 1 && HEADS == 32 && D_QK == 512 ? 48 : 56;
+constexpr int PRODUCER_REGISTERS = QUERIES == 1 && HEADS == 32 ? 48 : 56;
 constexpr int BLOCKS = D_QK / 64;  // column blocks
 constexpr int BLOCK_BYTES = TILE_ROWS * LINE_BYTES;
 constexpr int V_BLOCKS = D_V / 64, STAGES = V_BLOCKS / 2;
@@ -22,7 +22,6 @@ constexpr int TILE_BYTES = V_BLOCKS * BLOCK_BYTES + (P_BYTES > ROPE_BYTES ? P_BY
 constexpr int OWN_HEADS = HEADS / 4;  // of S^T and O^T in a thread (tile/heads.cuh)
 constexpr float REF_SLACK = 8.0f;
 constexpr int SHARERS = QUERIES == 2 ? 1 : 2;  // warpgroups of a CTA that share a query
-constexpr int MAX_SOURCES = 2 * MAX_CLUSTER;   // the same of a cluster
 constexpr int O_LINE = D_V + 4;                // floats of a head in the merge: 4 more spread the heads over the banks
 static_assert(STAGES == 4, "");
 
@@ -45,7 +44,6 @@ struct Small {
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(HEADS * O_LINE * 4 <= TILE_BYTES, "O^T is stored in the space of the tile");
 static_assert(SHARED_BYTES <= SM90_SHARED_BYTES, "");
-static_assert(MAX_SOURCES * int(sizeof(Statistics)) <= Q_BYTES, "gathered statistics are stored in the space of Q");
 
 extern __shared__ __align__(1024) uint8_t shared[];
 

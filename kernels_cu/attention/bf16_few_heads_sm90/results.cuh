@@ -75,13 +75,16 @@ struct HeadWeights {
     float of[SHARERS], scale;
 };
 
-// Merges the warpgroups of this CTA that share the query, and writes the results.
-__device__ __forceinline__ void write_results(const AttentionParams& p, const Work& w, const Role& r) {
+// Merges the warpgroups of this CTA that share the query.
+//   finish(head, ref, max, sum)     takes the statistics of a head of the head tile, and returns a factor of O^T
+//   write(head, column, v)          takes four neighbouring columns
+template <typename Finish, typename Write>
+__device__ __forceinline__ void merge_warpgroups(const Role& r, int heads, Finish finish, Write write) {
     constexpr int WRITERS = SHARERS * WARPGROUP, HEADS_AT_ONCE = WRITERS / (D_V / 4);
     const int first = QUERIES == 2 ? r.warpgroup : 0, thread = threadIdx.x % WRITERS;
     auto* weights = reinterpret_cast<HeadWeights*>(shared + Q_AT + first * Q_BYTES);  // in the space of Q
     const Statistics* own = small().own + first;
-    if (thread < HEADS && w.first_head + thread < p.h_q) {
+    if (thread < heads) {
         float ref = -INF, max = -INF, sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < SHARERS; ++i) {
@@ -94,14 +97,13 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
             weights[thread].of[i] = weight;
             sum += weight * own[i].sum[thread];
         }
-        const HeadResult result = {max, log2_sum_exp(ref, sum)};
-        weights[thread].scale = finish_head(p, w, w.first_head + thread, true, result, sum);
+        weights[thread].scale = finish(thread, ref, max, sum);
     }
     sync_writers(r);
     const int column = thread % (D_V / 4) * 4;
     const uint8_t* o = shared + TILE_AT + first * TILE_BYTES + column * 4;
 #pragma unroll 4
-    for (int head = thread / (D_V / 4); head < min(HEADS, p.h_q - w.first_head); head += HEADS_AT_ONCE) {
+    for (int head = thread / (D_V / 4); head < heads; head += HEADS_AT_ONCE) {
         float v[4] = {};
 #pragma unroll
         for (int i = 0; i < SHARERS; ++i) {
@@ -111,67 +113,44 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) v[k] *= weights[head].scale;
-        write_columns(p, w, w.first_head + head, column, v);
+        write(head, column, v);
     }
 }
 
-// Merges the warpgroups of a cluster and writes this CTA's share of the results. Source i is warpgroup i % 2 of CTA
-// i / 2 of the cluster.
-__device__ __forceinline__ void write_cluster_results(const AttentionParams& p, const Work& w, int rank, int ctas) {
-    constexpr int WRITERS = 2 * WARPGROUP;
-    const int sources = 2 * ctas, thread = threadIdx.x;
-    const uint32_t own = shared_address(&small().own), o = shared_address(shared) + TILE_AT;
-    auto* gathered = reinterpret_cast<Statistics*>(shared + Q_AT);
+// Writes the results of this CTA's query.
+__device__ __forceinline__ void write_results(const AttentionParams& p, const Work& w, const Role& r) {
+    merge_warpgroups(
+        r, min(HEADS, p.h_q - w.first_head),
+        [&](int head, float ref, float max, float sum) {
+            return finish_head(p, w, w.first_head + head, true, {max, log2_sum_exp(ref, sum)}, sum);
+        },
+        [&](int head, int column, const float (&v)[4]) { write_columns(p, w, w.first_head + head, column, v); });
+}
 
-    for (int i = thread; i < sources * 3 * HEADS; i += WRITERS) {
-        const int source = i / (3 * HEADS), word = i % (3 * HEADS);
-        const uint32_t from = cluster_address(own + source % 2 * sizeof(Statistics) + 4 * word, source / 2);
-        reinterpret_cast<float*>(gathered + source)[word] = load_cluster_float(from);
-    }
-    sync_consumers();
-    // A chunk is four columns of a head. If there are more threads than chunks, several threads share the sources of a
-    // chunk.
-    const int chunks = HEADS * D_V / 4, share = ceil_div(chunks, ctas);
-    int sharers = 1;
-    while (2 * sharers <= min(sources, 8) && 2 * sharers * share <= WRITERS) sharers *= 2;
-    const int sharer = thread % sharers, first = rank * share, end = min(chunks, first + share);
-#pragma unroll 1
-    for (int chunk = first + thread / sharers;
-         chunk < first + ceil_div(share, WRITERS / sharers) * (WRITERS / sharers); chunk += WRITERS / sharers) {
-        const int head = chunk / (D_V / 4) % HEADS, column = chunk % (D_V / 4) * 4, global_head = w.first_head + head;
-        float ref = -INF, max = -INF, sum = 0.0f, v[4] = {};
-        for (int i = 0; i < sources; ++i) {
-            ref = fmaxf(ref, gathered[i].ref[head]);
-            max = fmaxf(max, gathered[i].max[head]);
-        }
-#pragma unroll 1
-        for (int i = sharer; i < sources; i += 4 * sharers) {
-            float4 o4[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const int source = min(i + k * sharers, sources - 1);
-                o4[k] = load_cluster_float4(
-                    cluster_address(o + source % 2 * TILE_BYTES + (head * O_LINE + column) * 4, source / 2));
-            }
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const int source = min(i + k * sharers, sources - 1);
-                const float weight =
-                    i + k * sharers < sources ? rescale_factor(gathered[source].ref[head], ref) : 0.0f;
-                sum += weight * gathered[source].sum[head];
-                add_chunk(v, weight, o4[k]);
-            }
-        }
-        for (int step = 1; step < sharers; step *= 2) {
-            sum += __shfl_xor_sync(~0u, sum, step);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) v[k] += __shfl_xor_sync(~0u, v[k], step);
-        }
-        if (sharer != 0 || chunk >= end || global_head >= p.h_q) continue;
-        const HeadResult result = {max, log2_sum_exp(ref, sum)};
-        const float scale = finish_head(p, w, global_head, column == 0, result, sum);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) v[k] *= scale;
-        write_columns(p, w, global_head, column, v);
-    }
+// Leaves the CTA's partial result to its cluster, and writes its share of the merged ones. A chunk is four columns of a
+// head.
+__device__ __forceinline__ void write_cluster_results(const AttentionParams& p, const Work& w, const Role& r,
+                                                      int ctas) {
+    const ClusterResults<4> partials(p, blockIdx.y * (gridDim.x / ctas) + blockIdx.x / ctas);
+    merge_warpgroups(
+        r, HEADS,
+        [&](int head, float ref, float max, float sum) {
+            partials.write_statistics(head, ref, sum, max);
+            return 1.0f;
+        },
+        [&](int head, int column, const float (&v)[4]) {
+            partials.write(head * (D_V / 4) + column / 4, make_float4(v[0], v[1], v[2], v[3]));
+        });
+    auto head_of = [](int chunk) { return chunk / (D_V / 4); };
+    auto column_of = [](int chunk) { return chunk % (D_V / 4) * 4; };
+    auto finish = [&](int local, bool write, float ref, float sum, float max) {
+        const int head = w.first_head + local;
+        return head < p.h_q ? finish_head(p, w, head, write, {max, log2_sum_exp(ref, sum)}, sum) : 0.0f;
+    };
+    auto store = [&](int local, int column, const float (&v)[4]) {
+        if (w.first_head + local < p.h_q) write_columns(p, w, w.first_head + local, column, v);
+    };
+    auto weights = reinterpret_cast<float*>(shared + Q_AT);  // in the space of Q
+    static_assert(MAX_CLUSTER * HEADS * 4 <= Q_BYTES, "");
+    partials.merge<2 * WARPGROUP>(weights, head_of, column_of, finish, sync_consumers, store);
 }

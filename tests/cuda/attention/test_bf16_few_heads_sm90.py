@@ -1,4 +1,4 @@
-"""`bf16_few_heads_sm90`, for bf16 rows in few splits, against the oracle. Needs a Hopper GPU."""
+"""`bf16_few_heads_sm90`, for bf16 rows, against the oracle. Needs a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -83,6 +83,15 @@ def test_two_queries_a_cta(hopper, force, rng, fmt, b, h_q, topk, lengths):
     force(division="whole(queries=2)")
     main = paged(rng, fmt, b, 1, topk, 64, lengths=lengths)
     check_decode(hopper, fmt, queries(rng, b, 1, h_q, fmt.d_qk), main, sink=sinks(rng, h_q))
+
+
+@pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(("splits", "cluster"), [(4, 2), (6, 3)])
+def test_clusters_that_leave_partial_results(hopper, force, rng, fmt, splits, cluster):
+    """Two clusters work on a query at a time; `combine` merges what they leave."""
+    force(division=f"clusters(splits={splits}, cluster={cluster})")
+    main = paged(rng, fmt, 1, 1, 700, 64)
+    check_decode(hopper, fmt, queries(rng, 1, 1, 12, fmt.d_qk), main, sink=sinks(rng, 12))
 
 
 def test_two_caches(hopper, rng):

@@ -22,5 +22,3 @@ inline uint32_t cluster_address(uint32_t address, int rank) {
 }
 inline uint32_t load_cluster_4(uint32_t address) { return *emu::aligned<uint32_t>(emu::shared(address)); }
 inline Vec8 load_cluster_8(uint32_t address) { return *emu::aligned<Vec8>(emu::shared(address)); }
-inline float load_cluster_float(uint32_t address) { return *emu::aligned<float>(emu::shared(address)); }
-inline float4 load_cluster_float4(uint32_t address) { return *emu::aligned<float4>(emu::shared(address)); }
