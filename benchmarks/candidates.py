@@ -196,8 +196,6 @@ def flat_ways(rng: random.Random, p: Problem) -> Iterator[Way]:
             yield from (("bf16_cluster_sm90", Clusters(heads, n, n)) for n in some(rng, found, 4))
     if h > 4:
         yield "bf16_sm90", Whole(64)
-        if p.prefill and not p.uneven and work > gpu.sms:
-            yield "bf16_sm90", Whole(64, counted=True)
         if work * pairs > 8 and work <= 6 * gpu.sms:
             yield "bf16_shares_sm90", Shares(64)
         found = [n for n in split_numbers(pairs, MAX_CLUSTER) if gpu.sms / 2 < work * n <= gpu.sms]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from cupy_mla.layouts import BF16_512, BF16_576, PLAIN_FP8_576, V4_FP8, V32_FP8
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FOLDERS = {"h200": RESULTS, "h100": RESULTS / "h100"}  # where the records of a GPU lie, by the name of its times
+GONE = re.compile(r"^few_heads_sm90|counted=")  # what records call kernels and divisions that are gone since
 LAYOUTS = {"V32": V32_FP8, "V4": V4_FP8, "bf16": BF16_576}
 
 
@@ -45,13 +47,11 @@ class Measured(NamedTuple):
     Attributes:
         problem: the call, without what is forced.
         us: microseconds by kernel and division.
-        chosen: the kernel and division that the package chose when the record was made.
         kernel: "portable" or "portable_99kb", if only that one was measured; else "".
     """
 
     problem: Problem | DenseProblem
     us: dict[tuple[str, Division], float]
-    chosen: tuple[str, Division]
     kernel: str
     kind: str
 
@@ -106,7 +106,7 @@ def as_now(problem: Problem | DenseProblem, way: tuple[str, Division], us: float
 def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     """The rows of a record of candidates of a GPU; none where there is no such record.
 
-    Kernels that are gone since are left out. `dense_candidates` has those of dense attention. `candidates_held_out` and
+    What is `GONE` is left out. `dense_candidates` has those of dense attention. `candidates_held_out` and
     `dense_candidates_held_out` have other calls, of other runs: no times are fitted to them.
     """
     path = FOLDERS[name] / f"{record}.json"
@@ -116,12 +116,10 @@ def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     gpu, found = gpu_of(record), {}
     for row in record["rows"]:
         problem = (dense_problem_of if row["kind"] in DENSE_LAYOUTS else problem_of)(gpu, row)
-        ways = ((way_of(text), time) for text, time in row["us"].items())
-        us = dict(as_now(problem, way, time) for way, time in ways if way[0] in kernels_of(problem))
+        us = dict(as_now(problem, way_of(text), time) for text, time in row["us"].items() if not GONE.search(text))
         if not us:
             continue
-        chosen, _ = as_now(problem, way_of(row["chosen"]), 0.0)
-        new = Measured(problem, us, chosen, row.get("kernel", ""), row["kind"])
+        new = Measured(problem, us, row.get("kernel", ""), row["kind"])
         key = new.problem, new.kernel, row.get("lists"), row.get("rows")
         before = found.get(key, new)  # a call that was measured twice: the mean of what both rows have
         found[key] = new._replace(us={way: (us[way] + before.us[way]) / 2 for way in us if way in before.us})
@@ -140,10 +138,8 @@ def other_records(name: str) -> Iterator[tuple[Problem | DenseProblem, str, Divi
     for path in (FOLDERS[name] / f"{record}.json" for record in OTHERS):
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
             known = "valid" not in row and "drawn" not in row["case"]  # else rows are fewer than the call says
-            if known and "way" in row:
-                problem, way = named_problem(gpu, row["case"]), way_of(row["way"])
-                if way[0] in kernels_of(problem):
-                    yield problem, *way, row["ours_us"]
+            if known and "way" in row and not GONE.search(row["way"]):
+                yield named_problem(gpu, row["case"]), *way_of(row["way"]), row["ours_us"]
 
 
 def chosen_way(gpu: Gpu, row: dict[str, Any]) -> str:

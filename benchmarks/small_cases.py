@@ -193,21 +193,6 @@ def prefill_case(
     compare_attention(f"prefill h {h} d_qk {d_qk} {kernel}", result, expected)
 
 
-def counted_case(rng: np.random.Generator) -> None:
-    """A prefill whose lists end with their last valid entry, which a launch before finds, as it does for many queries:
-    of a prompt's first tokens, which see all tokens before them."""
-    q = (10 * rng.standard_normal((140, 64, 576))).astype(BF16)
-    kv = (0.1 * rng.standard_normal((140, 1, 576))).astype(BF16)
-    at = np.arange(200, dtype=np.int32)
-    indices = np.where(at <= np.arange(140)[:, None], at, -1)[:, None].astype(np.int32)
-    indices[7] = -1
-    expected = cupy_mla.sparse_prefill(q, kv, indices, 0.04)
-    os.environ[VARIABLE] = "bf16_sm90"
-    with cupy_mla.forced(division="whole(counted=1)"):
-        result = cupy_mla.sparse_prefill(*on_gpu(q, kv, indices), 0.04)
-    compare_attention("counted prefill", result, expected)
-
-
 # Kernels that take one cache, whose rows are flat, and how many splits they take; the others take any.
 FLAT = {"bf16_sm90": (1,), "bf16_cluster_sm90": (2,), "bf16_shares_sm90": (3,)}
 # Of `fp8_sm90`: whole work items, a cluster of three, and CTAs that leave partial results to one another.
@@ -551,22 +536,21 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
         if name != "clusters" or hopper:
             yield f"topk of {name}", partial(topk_shapes_case, table=table)
     if hopper:  # more queries than multiprocessors go in the order of their lengths; lists are sorted for large caches
-        for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90", "bf16_shares_sm90"):
+        for kernel in ("bf16_few_heads_sm90", "bf16_sm90", "bf16_shares_sm90"):
             for h in (8, 16, 32) if "few_heads" in kernel else (16,):
                 two = "whole(queries=2)" if kernel == "bf16_few_heads_sm90" else None
                 case = partial(prefill_case, h=h, kernel=kernel, queries=140, division=two)
                 yield f"prefill of 140 queries h {h} {kernel}", case
         grouped = "bf16_grouped_sm90"
         yield f"prefill of a large cache {grouped}", partial(prefill_case, h=8, kernel=grouped, rows=60000)
-        yield "counted prefill", counted_case
-        for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90", "bf16_shares_sm90", grouped):
+        for kernel in ("bf16_few_heads_sm90", "bf16_sm90", "bf16_shares_sm90", grouped):
             yield f"prefill d_qk 512 {kernel}", partial(prefill_case, h=24, kernel=kernel, d_qk=512)
         for h in (8, 16, 32):
             case = partial(prefill_case, h=h, kernel="bf16_few_heads_sm90", queries=140, d_qk=512)
             yield f"prefill d_qk 512 h {h}, two queries a CTA", partial(case, division="whole(queries=2)")
     for h in (7, 32, 70):
         flat = "bf16_shares_sm90", "bf16_sm90", "bf16_grouped_sm90"
-        for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", *flat) if hopper else ():
+        for kernel in ("bf16_few_heads_sm90", *flat) if hopper else ():
             if kernel != "bf16_grouped_sm90" or h <= 32:
                 yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
         for kernel in shapes:

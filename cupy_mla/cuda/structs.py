@@ -242,7 +242,6 @@ DENSE = Struct(
     window=INT32, num_shares=INT32, shares=POINTER,
 )  # fmt: skip
 SORT = Struct("SortParams", ATTENTION, sorted=POINTER, segments=INT32, shift=INT32)
-COUNT = Struct("CountParams", ATTENTION, counts=POINTER)
 
 LOGITS_WORK = Struct(
     "LogitsWork", table=BLOCK_TABLE, starts=POINTER, ends=POINTER, lens_stride=INT64, requests=INT32, queries=INT32,

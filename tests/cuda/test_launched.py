@@ -82,8 +82,8 @@ def test_what_is_forced_holds_for_calls_that_were_made_before(kind, launched, fo
         found.append(kernel in launched)
     force("fp8_sm90", "whole")
     decode(kind, 656, np.uint8)
-    force("fp8_sm90", "whole(counted=1)")
-    with pytest.raises(ValueError, match=r"^division is whole\(counted=1\), which does not fit this call"):
+    force("fp8_sm90", "whole(queries=2)")
+    with pytest.raises(ValueError, match=r"^division is whole\(queries=2\), which does not fit this call"):
         decode(kind, 656, np.uint8)
     assert all(found)
 

@@ -39,12 +39,10 @@ class Whole(NamedTuple):
     Attributes:
         heads: of a work item.
         queries: of a work item.
-        counted: a launch before finds the last valid entry of each list.
     """
 
     heads: int
     queries: int = 1
-    counted: bool = False
 
     def __repr__(self) -> str:
         return text_of(self)

@@ -79,8 +79,8 @@ def test_queries_without_rows_behind_one_of_nan(hopper, rng):
 
 
 @pytest.mark.parametrize("topk", [1, 130, 1030])
-def test_lists_end_with_their_last_valid_entry(hopper, launched, rng, topk):
-    """So many queries that it is looked for: none, few, and all entries valid, holes, rows that do not exist."""
+def test_lists_end_with_their_last_valid_entry(hopper, rng, topk):
+    """Of lists without lengths: none, few, and all entries valid, holes, rows that do not exist."""
     q, kv, indices = prefill_inputs(rng, 1100, 2, 512, 50, topk)
     lists = indices[:, 0]
     lists[np.arange(topk) >= rng.integers(0, topk + 1, (1100, 1))] = -1
@@ -88,7 +88,6 @@ def test_lists_end_with_their_last_valid_entry(hopper, launched, rng, topk):
     lists[5] = -1
     lift_logits(q, kv, 0.05)
     check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 2) + LIFT)
-    assert "count_entries" in launched
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -30,7 +30,6 @@ from .h200 import GPU
 DIVISIONS = [
     (Whole(64), "whole(heads=64)"),
     (Whole(16, queries=2), "whole(heads=16, queries=2)"),
-    (Whole(64, counted=True), "whole(heads=64, counted=True)"),
     (Clusters(32, 8, 4), "clusters(heads=32, splits=8, cluster=4)"),
     (Shares(64), "shares(heads=64)"),
     (Shares(64, ctas=7, least_split=1, item_cost=0), "shares(heads=64, ctas=7, least_split=1, item_cost=0)"),

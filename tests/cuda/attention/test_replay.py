@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from statistics import geometric_mean, mean, median
+from statistics import mean, median
 from typing import NamedTuple
 
 import pytest
 
-from cupy_mla.cuda.attention.choose import choose
 from cupy_mla.cuda.attention.problem import DenseProblem
 from cupy_mla.cuda.attention.times import exceptions, microseconds
 
@@ -115,21 +114,6 @@ def test_the_chosen_candidate_of_dense_attention(name, record):
     assert mean(of.slower for of in found) < DENSE_MEAN
     above = [of for of in found if of.slower > DENSE_WORST]
     assert len(above) < DENSE_MOST_ABOVE * len(rows), max(above)
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_choices_beside_the_rules_of_the_record(name):
-    """What is chosen now is in the mean no slower than what was chosen when the record was made."""
-    rows = [
-        row
-        for row in candidates(name)
-        if row.chosen in row.us and choose(row.problem._replace(kernel=row.kernel))[:2] in row.us
-    ]
-    if not rows:
-        pytest.skip(f"no candidates were measured on an {name}")
-    ratios = [row.us[choose(row.problem._replace(kernel=row.kernel))[:2]] / row.us[row.chosen] for row in rows]
-    assert len(rows) > 1500
-    assert geometric_mean(ratios) < 0.995
 
 
 # Of the time that is expected, the middle half of a kernel's rows are within this.

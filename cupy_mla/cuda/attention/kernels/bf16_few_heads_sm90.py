@@ -106,7 +106,7 @@ def _splits(problem: Problem, heads: int) -> Iterator[Division]:
 def fits(problem: Problem, division: Any) -> bool:
     """Whether the kernel is built for a division of a kind that it has."""
     if isinstance(division, Whole):
-        return division.heads in HEADS and division.queries in (1, 2) and not division.counted
+        return division.heads in HEADS and division.queries in (1, 2)
     return division.heads in HEADS and division.fits
 
 

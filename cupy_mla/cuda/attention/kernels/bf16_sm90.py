@@ -14,11 +14,10 @@ from ..call import Call
 from ..divide import Division, Whole
 from ..problem import TILE_ROWS, Problem
 from ..times import Work
-from .lists import counted, longest_first
+from .lists import longest_first
 from .work import whole
 
 HEADS = 64
-COUNTED_ROUNDS = 8  # of work items, from which on looking for the ends of lists takes less than 1 % of the time
 LAYOUTS = (BF16_576, BF16_512)  # that the kernels for flat bf16 rows can read
 SPILL_BYTES = 36  # a few words of the producer, once a work item
 
@@ -51,28 +50,24 @@ def serves(problem: Problem) -> bool:
 
 def candidates(problem: Problem) -> Iterator[Division]:
     """Whole items."""
-    counts = problem.prefill and not problem.uneven
-    yield Whole(HEADS, counted=counts and problem.items(HEADS) >= COUNTED_ROUNDS * problem.gpu.sms)
+    yield Whole(HEADS)
 
 
 def fits(problem: Problem, division: Any) -> bool:
     """Whether the kernel is built for a division of a kind that it has."""
-    counts = not division.counted or (problem.prefill and not problem.uneven)
-    return division.heads == HEADS and division.queries == 1 and counts
+    return bool(division == Whole(HEADS))
 
 
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
-    counted = whole(problem, problem.items(HEADS), problem.pairs, problem.heads > HEADS)
-    return ("whole", problem.phase, problem.lists), *counted
+    words = "whole", problem.phase, problem.lists
+    return words, *whole(problem, problem.items(HEADS), problem.pairs, problem.heads > HEADS)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch: CTAs that take work items in turn, those of the longest lists first."""
-    first, params = None, call.params
-    if division.counted:
-        first, params = counted(problem, params)
-    elif problem.uneven and problem.items(HEADS) > problem.gpu.sms:
-        first, params = longest_first(problem, params)
+    order, params = None, call.params
+    if problem.uneven and problem.items(HEADS) > problem.gpu.sms:
+        order, params = longest_first(problem, params)
     launch = Launch(kernel(problem.layout), (division.grid(problem), 1, 1), params)
-    return [first, launch] if first else [launch]
+    return [order, launch] if order else [launch]

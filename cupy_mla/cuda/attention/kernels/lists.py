@@ -1,4 +1,4 @@
-"""What is done to index lists before attention: entries counted, queries ordered by length, lists sorted by place."""
+"""What is done to index lists before attention: queries ordered by length, lists sorted by place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ...structs import Packed
 from ..problem import Problem
 
 SEGMENT, RANGES = 2048, 32  # entries that a CTA sorts, and the number of ranges of the cache that it sorts them by
-COUNTED = 4  # queries whose entries a CTA counts
 
 # Orders queries.
 ORDER_KERNEL = Kernel("attention/order_queries.cu", structs.ATTENTION, {}, archs=("90a",), target="90a")
@@ -21,20 +20,6 @@ ORDER_KERNEL = Kernel("attention/order_queries.cu", structs.ATTENTION, {}, archs
 SORT_KERNEL = Kernel(
     "attention/sort_lists.cu", structs.SORT, {"SEGMENT": SEGMENT, "RANGES": RANGES}, archs=("90a",), target="90a",
 )  # fmt: skip
-
-# Counts the entries of lists.
-COUNT_KERNEL = Kernel("attention/count_entries.cu", structs.COUNT, {"QUERIES": COUNTED}, archs=("90a",), target="90a")
-
-
-def counted(problem: Problem, params: Packed) -> tuple[Launch, Packed]:
-    """Count the entries of main lists up to the last valid one, for queries that are requests of their own.
-
-    Returns:
-        the launch that does so, and the parameters with the counts as main.lengths.
-    """
-    counts = Buffer("entries that count", shape=(problem.queries,), dtype=INT32)
-    launch = Launch(COUNT_KERNEL, (ceil_div(problem.queries, COUNTED), 1, 1), structs.COUNT(params, counts=counts.ptr))
-    return launch, params.replaced(**{"main.lengths": counts.ptr})
 
 
 def longest_first(problem: Problem, params: Packed) -> tuple[Launch, Packed]:
@@ -65,4 +50,4 @@ def sorted_by_place(problem: Problem, params: Packed, num_slots: int) -> tuple[L
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel of this module, for the compile tests and for warming up."""
-    yield from (COUNT_KERNEL, ORDER_KERNEL, SORT_KERNEL)
+    yield from (ORDER_KERNEL, SORT_KERNEL)
