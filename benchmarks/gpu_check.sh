@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # What a change of a kernel has to pass on a GPU machine: small cases, the GPU tests, memcheck, racecheck, on all GPUs.
 #   usage: benchmarks/gpu_check.sh [--seconds S] [pytest arguments]
-# --seconds: for all steps; one that is ended by it, or not begun, has failed. Tests that were run are counted all the same.
+# --seconds: for all steps. One that is ended by it, or not begun, has failed; tests that were run are counted.
+# What each step prints goes to $OUT, or to a new folder.
 # COMPUTE_SANITIZER names the tool; benchmarks/racecheck.py says which one is good.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
-seconds= failed=0 log=$(mktemp -d)
+seconds= failed=0 log=${OUT:-$(mktemp -d)}
+mkdir -p "$log"
 [ "${1-}" = --seconds ] && { seconds=$2; shift 2; }
 gpus=$(python3 -c 'from benchmarks.run import visible_gpus; print(len(visible_gpus()))')
 [ "$gpus" -gt 0 ] || { echo "no GPU was found"; exit 1; }
@@ -24,7 +26,7 @@ step() { # NAME COMMAND...: output in $log/NAME. When the time is over it is int
 }
 
 echo "$gpus GPUs, $workers test workers; logs: $log"
-step kernels python3 benchmarks/run.py load_kernels --log "$log"
+step kernels python3 benchmarks/run.py load_kernels --log "$log/load"
 step small_cases python3 benchmarks/small_cases.py
 step tests python3 -m pytest -v -n $workers --dist=worksteal -m gpu "$@"
 ends=$(sed -nE 's/^\[gw[0-9]+\] (\[ *[0-9]+%\] )?([A-Z]+ )/\2/p' "$log/tests" 2> /dev/null)

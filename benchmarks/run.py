@@ -167,7 +167,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, help="seconds for each program, in the place of its own limit")
     parser.add_argument("--quick", action="store_true", help="a few rows of programs without arguments of their own")
     parser.add_argument("--rows", metavar="REGEX", help="of these programs, rows in whose name this is found")
-    parser.add_argument("--log", type=Path, help="folder for what each program prints")
+    parser.add_argument("--log", type=Path, help="folder for what programs print ($OUT/log, or a new one)")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     gpus = options.gpus.split(",") if options.gpus else visible_gpus()
@@ -187,7 +187,7 @@ def main() -> int:
         else:
             programs.append(Program(text, [name, *(own or shared)], limit))
     programs.sort(key=lambda program: -program.limit)
-    log = options.log or Path(tempfile.mkdtemp(prefix="benchmarks"))
+    log = options.log or Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="benchmarks"), "log")
     log.mkdir(parents=True, exist_ok=True)
     print(f"{len(loads + programs)} programs on GPUs {','.join(gpus)}; logs: {log}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM"))

@@ -27,12 +27,13 @@ if "hang" in sys.argv:
     child = subprocess.Popen(["sleep", "60"], preexec_fn=os.setpgrp)
     open("child", "w").write(str(child.pid))
     time.sleep(60)
-time.sleep(0.1)
+time.sleep(0.4 if name in ("training", "cache_ops") else 0.1)
 row = [name, *sys.argv[1:]], os.environ["CUDA_VISIBLE_DEVICES"], began, time.monotonic()
 with open("runs", "a") as file:
     file.write(json.dumps(row) + "\\n")
 sys.exit(int(sys.argv[sys.argv.index("status") + 1]) if "status" in sys.argv else 0)
 """
+ENV = {name: value for name, value in os.environ.items() if name != "OUT"}
 NAMES = ("load_kernels", "accuracy", "cache_ops", "training", "context_parallel", "vllm_engine")
 
 
@@ -47,7 +48,7 @@ class Folder:
         (path / "report.py").write_text("print('rewritten')")
 
     def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
-        kept = {name: value for name, value in os.environ.items() if name not in ("OUT", "CUDA_VISIBLE_DEVICES")}
+        kept = {name: value for name, value in ENV.items() if name != "CUDA_VISIBLE_DEVICES"}
         command = [sys.executable, "run.py", "--log", "log", *arguments]
         return subprocess.Popen(command, cwd=self.path, env=kept | env, stdout=subprocess.PIPE, text=True)
 
@@ -109,7 +110,7 @@ def test_a_gpu_has_one_program_at_a_time(folder: Folder) -> None:
 
 
 def test_a_program_that_hangs_is_ended_with_what_it_has_started(folder: Folder) -> None:
-    status, lines = folder.run("accuracy hang", "accuracy", "--limit", "0.6", "--gpus", "0")
+    status, lines = folder.run("accuracy hang", "accuracy", "--limit", "1.2", "--gpus", "0")
     assert status == 1
     assert lines[1].startswith("accuracy hang GPU 0 timed out 1 s | last line")
     assert lines[2].startswith("accuracy GPU 0 status 0")
@@ -120,7 +121,7 @@ def test_nothing_goes_on_after_the_deadline(folder: Folder) -> None:
     began = time.monotonic()
     status, lines = folder.run("training hang", "cache_ops hang", "accuracy", "context_parallel", "--gpus", "0,1",
                                "--seconds", "0.5")  # fmt: skip
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     assert status == 1
     assert sorted(lines[3:5]) == ["accuracy not begun", "context_parallel not begun"]
     assert lines[-1] == "2 timed out, 2 not begun"
@@ -218,7 +219,7 @@ def gpu_check(path: Path, *arguments: str, **env: str) -> tuple[int, str, set[st
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **env}
     done = subprocess.run(
         ["bash", str(folder / "gpu_check.sh"), *arguments, "-p", "xdist", "-n", "2"],
-        env=os.environ | env, capture_output=True, text=True,
+        env=ENV | env, capture_output=True, text=True,
     )  # fmt: skip
     return done.returncode, done.stdout, {*(path / "seen").read_text().splitlines()}
 
@@ -235,7 +236,7 @@ def test_workers_have_gpus_in_turn(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_tests_that_the_time_ends_are_counted(tmp_path: Path) -> None:
-    status, printed, seen = gpu_check(tmp_path, "--seconds", "7", CUDA_VISIBLE_DEVICES="5")
+    status, printed, seen = gpu_check(tmp_path, "--seconds", "10", CUDA_VISIBLE_DEVICES="5")
     assert seen == {f"gw{n} 5 False" for n in range(2)}
     assert status == 1
     assert "\ntests: status 124\n" in printed
@@ -253,3 +254,22 @@ def test_gpus_of_workers(monkeypatch, gpus: str, expected: list[str | None]) -> 
     specs = [SimpleNamespace(env={}) for _ in range(4)]
     pytest_xdist_setupnodes(specs)
     assert [spec.env.get("CUDA_VISIBLE_DEVICES") for spec in specs] == expected
+
+
+def test_gpus_of_sanitized_cases(module, monkeypatch, tmp_path: Path, capfd) -> None:
+    """They have them in turn; a case that there is no time for is not clean."""
+    pytest.importorskip("cupy")
+    racecheck = module("racecheck")
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\necho $CUDA_VISIBLE_DEVICES\necho 'RACECHECK SUMMARY: 0 hazards'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.setattr(racecheck, "SANITIZER", str(tool))
+    monkeypatch.setattr(racecheck.small_cases, "cases", lambda: [(name, None) for name in "abc"])
+    for seconds, status, said in (("9", False, "3 of 3 cases are clean"), ("0", True, "a: not begun")):
+        monkeypatch.setattr(sys, "argv", ["racecheck", "--log", str(tmp_path), "--all-seconds", seconds])
+        with pytest.raises(SystemExit) as end:
+            racecheck.main()
+        assert end.value.code == status
+        assert said in capfd.readouterr().out
+    assert [(tmp_path / f"{name}.txt").read_text().split()[0] for name in "abc"] == ["5", "7", "5"]
