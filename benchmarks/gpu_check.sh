@@ -6,13 +6,13 @@
 # COMPUTE_SANITIZER names the tool; benchmarks/racecheck.py says which one is good.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
-seconds= failed=0 log=${OUT:-$(mktemp -d)}
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+seconds='' failed=0 log=${OUT:-$(mktemp -d)}
 mkdir -p "$log"
 [ "${1-}" = --seconds ] && { seconds=$2; shift 2; }
 gpus=$(python3 -c 'from benchmarks.run import visible_gpus; print(len(visible_gpus()))')
 [ "$gpus" -gt 0 ] || { echo "no GPU was found"; exit 1; }
-workers=$(($(nproc) * 9 / 10))
+workers=$(($(env -u OMP_NUM_THREADS nproc) * 9 / 10)) # as OMP_NUM_THREADS is what nproc says
 workers=$((workers < 1 ? 1 : workers > 16 * gpus ? 16 * gpus : workers))
 
 step() { # NAME COMMAND...: output in $log/NAME. When the time is over it is interrupted, and killed 15 seconds later.
@@ -26,7 +26,7 @@ step() { # NAME COMMAND...: output in $log/NAME. When the time is over it is int
 }
 
 echo "$gpus GPUs, $workers test workers; logs: $log"
-step kernels python3 benchmarks/run.py load_kernels --log "$log/load"
+step kernels python3 benchmarks/run.py load_kernels --log "$log/load" ${seconds:+--seconds $((seconds - SECONDS - 5))}
 step small_cases python3 benchmarks/small_cases.py
 step tests python3 -m pytest -v -n $workers --dist=worksteal -m gpu "$@"
 ends=$(sed -nE 's/^\[gw[0-9]+\] (\[ *[0-9]+%\] )?([A-Z]+ )/\2/p' "$log/tests" 2> /dev/null)

@@ -232,7 +232,15 @@ def gpu_check(path: Path, *arguments: str, **env: str) -> tuple[int, str, set[st
     shutil.copy(ROOT / "tests" / "spread.py", path / "tests" / "conftest.py")
     (path / "tests" / "test_it.py").write_text(TESTS)
     (path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers = gpu\n")
-    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **env}
+    nproc = path / "nproc"
+    nproc.write_text("#!/bin/sh\necho ${OMP_NUM_THREADS-40}\n")
+    nproc.chmod(0o755)
+    env = {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        **env,
+    }
     done = subprocess.run(
         ["bash", str(folder / "gpu_check.sh"), *arguments, "-p", "xdist", "-n", "2"],
         env=ENV | env, capture_output=True, text=True,
@@ -242,6 +250,7 @@ def gpu_check(path: Path, *arguments: str, **env: str) -> tuple[int, str, set[st
 
 def test_workers_have_gpus_in_turn(tmp_path: Path) -> None:
     status, printed, seen = gpu_check(tmp_path, CUDA_VISIBLE_DEVICES="5,7", GOES_ON="1")
+    assert printed.startswith("2 GPUs, 32 test workers; ")
     assert seen == {"gw0 5,7 False", "gw1 7,5 False"}
     assert status == 1
     assert "\nFAILED tests/test_it.py::test_it[3] \n" in printed
@@ -253,6 +262,7 @@ def test_workers_have_gpus_in_turn(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_tests_that_the_time_ends_are_counted(tmp_path: Path) -> None:
     status, printed, seen = gpu_check(tmp_path, "--seconds", "10", CUDA_VISIBLE_DEVICES="5")
+    assert printed.startswith("1 GPUs, 16 test workers; ")
     assert seen == {f"gw{n} 5 False" for n in range(2)}
     assert status == 1
     assert re.search("^tests: status (124|137)$", printed, re.M)  # 137: it is run where SIGINT is ignored
