@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,8 +28,10 @@ from typing import Any, NamedTuple
 import cupy
 import recorded
 import torch
+from run import NO_PEER
 
 from cupy_mla.cuda import all_kernels, driver
+from cupy_mla.selfcheck.warmup import MOST_THREADS, load_all
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -39,7 +40,6 @@ BEGAN = time.monotonic()
 SETS = 4  # input sets in rotation, so that nothing stays in L2 that would not in service
 # Even: of two candidates each then comes behind itself half of the time, where small batches take up to 9 % less.
 REPEATS = 16
-NO_PEER = 3  # exit status
 DIFFERENCE = 0.03  # norm of the difference of two results, relative
 
 Call = Callable[[], Any]
@@ -108,8 +108,7 @@ def load_kernels(which: str) -> None:
     """
     capability = driver.gpu(0).capability
     wanted = [kernel for kernel in all_kernels() if re.search(which, repr(kernel)) and kernel.suits(capability)]
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda kernel: kernel.load(0), wanted))
+    load_all(wanted, 0, MOST_THREADS)
 
 
 def graph_of(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:

@@ -24,6 +24,7 @@ from . import kinds
 from .compiled import kernels_hash
 from .emulator import emulator
 from .fake_gpu import FakeGPU
+from .spread import pytest_xdist_setupnodes as pytest_xdist_setupnodes
 
 hypothesis.settings.register_profile(
     "cupy_mla", deadline=None, max_examples=25, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -9,8 +9,6 @@ import multiprocessing
 import os
 import random
 import re
-import shutil
-import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
@@ -508,46 +506,6 @@ def test_no_peer(peers, monkeypatch, tmp_path):
     monkeypatch.setenv("CUPY_MLA_PEER", str(tmp_path / "missing"))
     with pytest.raises(SystemExit, match="no folder"):
         peers.find_peer()
-
-
-@pytest.fixture
-def run_programs(tmp_path):
-    """A function that runs run.py beside programs that only say their arguments; its exit status and what it prints,
-    every space one."""
-    pytest.importorskip("rich")
-    shutil.copy(BENCHMARKS / "run.py", tmp_path)
-    (tmp_path / "harness.py").write_text("NO_PEER = 3")
-    (tmp_path / "report.py").write_text("from pathlib import Path\nRESULTS = Path()\ndef write(): print('rewritten')")
-    for name, status in (("sparse_prefill", 0), ("accuracy", 3), ("cache_ops", 1)):
-        (tmp_path / f"{name}.py").write_text(f"import sys; print('{name}', *sys.argv[1:]); sys.exit({status})")
-    env = {name: value for name, value in os.environ.items() if name != "OUT"}
-
-    def run(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, "run.py", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert not done.stderr
-        return done.returncode, " ".join(done.stdout.split())
-
-    return run
-
-
-def test_run_reports_each_program(run_programs):
-    programs = ("sparse_prefill", "accuracy", "cache_ops")
-    status, printed = run_programs("--quick", "--rows", "h 64", "--only", *programs)
-    assert status == 1
-    assert "sparse_prefill --quick --only h 64" in printed
-    for name, end in zip(programs, ("done", "left out", "failed"), strict=True):
-        assert f"│ {name} │ {end}" in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "rewrites"),
-    [(["sparse_prefill"], True), (["sparse_prefill", "--quick"], False), (["accuracy"], False)],
-)
-def test_run_of_whole_programs_rewrites_the_texts(run_programs, arguments, rewrites):
-    status, printed = run_programs("--only", *arguments)
-    assert status == 0
-    assert ("rewritten" in printed) == rewrites
 
 
 def test_plots(module, tmp_path):
