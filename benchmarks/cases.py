@@ -146,6 +146,13 @@ BATCHES = [
         )
         for valid in (100, 512, 1024)
     ),
+    *(
+        Group(
+            f"short lists: {valid} of 2048 valid, bf16, beside FlashAttention 3", "decode_batches",
+            _kind("bf16 short", heads=FEW + MANY, least=1, valid=valid), 1.0,
+        )
+        for valid in (512, 1024)
+    ),
     Group(
         "every batch: FP8, b·s_q ≤ 8", "decode_batches",
         _kind("V32", "V32 ragged", "V4", "V4 ragged", heads=FEW + MANY, least=1, most=8), 1.6, 1.2,

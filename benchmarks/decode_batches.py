@@ -12,6 +12,7 @@ seed is in the record. Kinds:
     V4          128 rows of the window and 512 or, from 128 heads on, 1024 others
     V4 ragged   the same, lengths of both lists drawn for each request
     bf16        2048 rows of 576 numbers a query
+    bf16 short  the same of which the first `valid` are rows and the others -1; FlashAttention 3 gets their number
 
 All calls of a replay share one schedule, which is planned within it. Writes decode_batches.json and decode_batches.png.
 """
@@ -39,7 +40,9 @@ TOKENS = 1 << 21
 TOPK = 2048
 HEADS = (8, 16, 32, 64, 128)
 VALID = (100, 512, 1024)
+BF16_VALID = (512, 1024)
 PLOTTED = ("V32", "V4", "bf16")  # with a floor
+BF16_KINDS = {"bf16", "bf16 short"}  # whose peer is FlashAttention 3
 
 
 def batches(rng: random.Random, quick: bool, least: int = 1, count: int = DRAWN) -> list[tuple[int, int]]:
@@ -64,8 +67,12 @@ def rows(rng: random.Random, quick: bool) -> Iterator[dict[str, Any]]:
                     "kind": "V32 short", "h": h, "b": b, "s_q": s_q, "topk": TOPK, "extra_topk": 0, "valid": valid
                 }  # fmt: skip
     for h in HEADS:
+        row = {"kind": "bf16", "h": h, "topk": TOPK, "extra_topk": 0}
         for b, s_q in batches(rng, quick):
-            yield {"kind": "bf16", "h": h, "b": b, "s_q": s_q, "topk": TOPK, "extra_topk": 0}
+            yield {**row, "b": b, "s_q": s_q}
+        for valid in BF16_VALID:
+            for b, s_q in batches(rng, quick, count=DRAWN // 4):
+                yield {**row, "kind": "bf16 short", "b": b, "s_q": s_q, "valid": valid}
 
 
 def name_of(row: dict[str, Any]) -> str:
@@ -127,8 +134,8 @@ def bf16_cache() -> torch.Tensor:
 
 def peer_calls(peer: Any, row: dict[str, Any], sets: list[Set]) -> tuple[list[Call], Call]:
     """One call of the peer's a set, and one of the first set whose result ours should have."""
-    if row["kind"] == "bf16":
-        timed = fa3_calls(sets)
+    if row["kind"] in BF16_KINDS:
+        timed = fa3_calls(sets, row.get("valid"))
         return timed, timed[0]
     sets = alike = [{**s, "q": padded(s["q"])} for s in sets]
     if row["kind"] == "V32 ragged":  # FlashMLA takes no lengths here: full lists, and for the comparison -1
@@ -147,9 +154,9 @@ def main() -> None:
     record.note("seed", seed)
     wanted = [row for row in rows(rng, options.quick) if record.wants(name_of(row))]
     kinds = {row["kind"] for row in wanted}
-    if "bf16" in kinds:
+    if BF16_KINDS & kinds:
         fa3_peer()
-    peer = flash_mla_peer() if kinds != {"bf16"} else None
+    peer = flash_mla_peer() if kinds - BF16_KINDS else None
     caches = {
         "V32": cache(lambda: v32_cache(TOKENS)), "V4": cache(lambda: v4_cache(TOKENS, 256)), "bf16": cache(bf16_cache)
     }  # fmt: skip
@@ -164,7 +171,7 @@ def main() -> None:
         error = record.compare(case, ours[0]()[0], compared())
         times = time_side_by_side(ours, theirs)
         floor = {} if row["kind"] not in PLOTTED else {"floor_us": round(decode_floor_us(case, SETS), 2)}
-        name = "FlashAttention 3" if row["kind"] == "bf16" else peer_name()
+        name = "FlashAttention 3" if row["kind"] in BF16_KINDS else peer_name()
         record.add(case, *times, error, peer=name, **row, **floor)
     judge(BATCHES, record.rows)
     path = record.write()

@@ -37,20 +37,24 @@ def fa3_peer() -> Any:
     return torch.ops._vllm_fa3_C
 
 
-def fa3_calls(sets: list[Set]) -> list[Call]:
-    """One decode a set. All calls share one schedule, which is planned in the first."""
+def fa3_calls(sets: list[Set], valid: int | None = None) -> list[Call]:
+    """One decode a set. All calls share one schedule, which is planned in the first.
+
+    Args:
+        valid: the entries of each list that are rows, the first ones; None: all.
+    """
     planned: list[torch.Tensor | None] = [None]
-    return [_call(s, planned, number == 0) for number, s in enumerate(sets)]
+    return [_call(s, planned, number == 0, valid) for number, s in enumerate(sets)]
 
 
-def _call(s: Set, planned: list[torch.Tensor | None], plans: bool) -> Callable[[], torch.Tensor]:
+def _call(s: Set, planned: list[torch.Tensor | None], plans: bool, valid: int | None) -> Callable[[], torch.Tensor]:
     """A decode of an input set, [b, s_q, h, 512]: each query is a request of its own."""
     q, rows, lists = s["q"], s["k_cache"], s["indices"].flatten(0, 1)
     (b, s_q, h, d), topk = q.shape, lists.shape[-1]
     lines, rows = q.flatten(0, 1), rows.view(-1, 1, 1, d)
     q_nope, q_rope = lines[..., :D_V], lines[..., D_V:]
     starts = torch.arange(b * s_q + 1, device=q.device, dtype=torch.int32)
-    lengths = torch.full((b * s_q,), topk, device=q.device, dtype=torch.int32)
+    lengths = torch.full((b * s_q,), topk if valid is None else valid, device=q.device, dtype=torch.int32)
     ops = fa3_peer()
 
     def run() -> torch.Tensor:

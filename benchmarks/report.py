@@ -507,7 +507,9 @@ def plot_batches(record: Path) -> Path:
     panels: dict[tuple[str, int], list[Row]] = {}
     for row in json.loads(record.read_text())["rows"]:
         if not row["kind"].endswith("ragged"):
-            kind = f"V32, {row['valid']} of {row['topk']} valid" if "valid" in row else row["kind"]
+            kind = row["kind"]
+            if "valid" in row:
+                kind = f"{kind.removesuffix(' short')}, {row['valid']} of {row['topk']} valid"
             panels.setdefault((kind, row["h"]), []).append(row)
     kinds = list(dict.fromkeys(kind for kind, _ in panels))
     heads = sorted({h for _, h in panels})
