@@ -175,37 +175,3 @@ def test_expand_by_hand(kind) -> None:
     np.testing.assert_array_equal(
         kind.take(positions), [[*range(11)], [20, 21, 22, 23, 8, 9, 10, 11, 24, 25, 26]]
     )  # fmt: skip
-
-
-def test_errors() -> None:
-    def i32(*shape: int) -> np.ndarray:
-        return np.zeros(shape, np.int32)
-
-    compress = {
-        "k": np.zeros((5, 128), BF16), "gate": np.zeros((5, 128), BF16), "ape": np.zeros((4, 128), np.float32),
-        "tail": np.zeros((3, 2, 8, 128), BF16), "tail_blocks": i32(2), "query_start_loc": i32(3), "seq_lens": i32(2),
-    }  # fmt: skip
-    expand = {"pool_ids": i32(5, 8), "seq_lens": i32(5), "kpool": 4}
-    wide = np.zeros((3, 2, 8, 256), BF16)[..., :128]
-    for function, good, change, error, message in (
-        (kpool_compress, compress, {"k": np.zeros((5, 64), BF16)}, ValueError, r"k: expected shape \[T, 128\]"),
-        (kpool_compress, compress, {"gate": np.zeros((4, 128), BF16)}, ValueError, r"gate: expected shape \[5, 128\]"),
-        (
-            kpool_compress,
-            compress,
-            {"ape": np.zeros((9, 128), np.float32)},
-            ValueError,
-            "ape: expected pools of 1 to 8",
-        ),
-        (kpool_compress, compress, {"ape": np.zeros((4, 128))}, TypeError, "ape: expected dtype float32"),
-        (kpool_compress, compress, {"tail": wide}, ValueError, "tail: rings must have no gaps"),
-        (kpool_compress, compress, {"tail": np.zeros((3, 8, 128), BF16)}, ValueError, r"tail: expected shape \[B, 2"),
-        (kpool_compress, compress, {"tail_blocks": i32(3)}, ValueError, r"tail_blocks: expected shape \[2\]"),
-        (kpool_compress, compress, {"out": np.zeros((5, 128))}, TypeError, "out: expected dtype bfloat16"),
-        (expand_pools_and_append_tail, expand, {"kpool": 0}, ValueError, "kpool must be >= 1"),
-        (expand_pools_and_append_tail, expand, {"kpool": 2**30}, ValueError, "kpool: int32 cannot count"),
-        (expand_pools_and_append_tail, expand, {"seq_lens": i32(4)}, ValueError, r"seq_lens: expected shape \[5\]"),
-        (expand_pools_and_append_tail, expand, {"out": i32(5, 32)}, ValueError, r"out: expected shape \[5, 35\]"),
-    ):
-        with pytest.raises(error, match=f"^{message}"):
-            function(**{**good, **change})
