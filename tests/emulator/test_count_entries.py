@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from ..cases import check_prefill, prefill_inputs
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 def test_ends(kind, rng, monkeypatch):

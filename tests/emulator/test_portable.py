@@ -11,10 +11,7 @@ from cupy_mla.cuda.attention.kernels import portable
 
 from .. import oracle
 from ..cases import check_decode, check_prefill, paged, prefill_inputs, queries, sinks
-from .emulator import needs_compiler
 from .test_tiles_without_rows import has_rows, has_rows_of
-
-pytestmark = needs_compiler
 
 TILE_ROWS = {"portable": 32, "portable_99kb": 16}
 FIRST_TILES = 6  # of a split, which are copied before a CTA has looked for valid entries: at most

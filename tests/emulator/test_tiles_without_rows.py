@@ -12,9 +12,6 @@ from cupy_mla.cuda.attention.choose import VARIABLE
 from .. import oracle
 from ..cases import LIFT, Paged, check_decode, check_prefill, lift_logits, paged, prefill_inputs, queries, sinks
 from ..cuda.attention import evenly
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 TILE_ROWS = 64
 SCALE = 0.02  # with which no row outweighs the others: few of these lists have many rows

@@ -226,6 +226,8 @@ SPLITS = [
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     *((operation, {"q": wrong}, "q") for operation in ("sparse_prefill", "sparse_decode", "dense_decode")
       for wrong in (no_heads, many_heads)),
+    *((operation, {"q": many_heads}, "q: expected 1 to 128 heads") for operation in (
+        "sparse_prefill_backward", "attention_target", "dense_attention_target", "dense_lse")),
     *OF_CACHES, *SPLITS,
     ("sparse_prefill", {"kv": lambda a: a[..., :512].copy()}, "kv"),
     ("sparse_prefill", {"out": one_for_all}, "out"),
@@ -328,7 +330,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("sparse_prefill_backward", {"accumulate": True, "dkv": None}, "accumulate: dkv, to which is added, must be given"),
     ("sparse_prefill_backward", {"accumulate": True}, "dkv: expected dtype float32"),
     ("sparse_prefill_backward", {"max_workspace_bytes": 0}, "max_workspace_bytes must be in 1"),
-    ("indexer_loss", {"q_index": many_heads}, "q_index: expected 1 to 128 heads"),
+    *((operation, {"q_index": many_heads}, "q_index: expected 1 to 128 heads")
+      for operation in ("indexer_loss", "dense_indexer_loss")),
     ("indexer_loss", {"accumulate": True, "dk_index": None}, "accumulate: dk_index, to which is added, must be given"),
     ("indexer_loss", {"gradients": False}, "gradients: dq_index, dk_index, dw and"),
 ]  # fmt: skip
