@@ -83,7 +83,7 @@ def test_prefill_generated(kind, seed, s_q, h_q, d_qk, topk, s_kv, with_sink, wi
     )  # fmt: skip
 
 
-@pytest.mark.long(sample=24)
+@pytest.mark.long(sample=8)
 @pytest.mark.parametrize("d_qk", [576, 512])
 @every_batch
 def test_prefill_of_every_number_of_queries(kind, rng, d_qk, batches):
@@ -255,7 +255,7 @@ def lengths_of(rng: np.random.Generator, b: int, topk: int) -> np.ndarray | None
     return None if drawn is None else drawn.astype(np.int32)
 
 
-@pytest.mark.long(sample=30)
+@pytest.mark.long(sample=10)
 @every_format
 @every_batch
 def test_decode_of_every_batch(kind, rng, fmt, batches):

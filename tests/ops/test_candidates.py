@@ -123,6 +123,7 @@ CANDIDATES = [(1, 32, 64, 12), (9, 64, 16, 3), (5, 8, 1, 1), (140, 24, 15, 7), (
 @pytest.mark.parametrize("token_bytes", [FP8, MXFP4])
 @pytest.mark.parametrize(("tokens", "heads", "block_size", "blocks"), CANDIDATES)
 def test_candidate_logits(kind, rng, tokens: int, heads: int, block_size: int, blocks: int, token_bytes: int) -> None:
+    tokens = tokens if kind.on_gpu else min(tokens, 20)  # more than that are for many CTAs
     for exact in (False, True):
         inputs = candidates_of(rng, tokens, heads, block_size, blocks, exact, token_bytes)
         expected = oracle_mxfp4.candidate_logits(**of_oracle(inputs))

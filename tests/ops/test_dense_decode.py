@@ -62,7 +62,7 @@ def test_generated(kind, data):
     check_dense(kind, fmt, q, of, sink=sink, num_splits=draw(None, 1, 2, 5, 40), out_gaps=gaps)
 
 
-@pytest.mark.long(sample=32)
+@pytest.mark.long(sample=18)
 @every_format
 @every_view
 def test_queries_of_a_request_see_rows_of_their_own(kind, rng, fmt, sees):
@@ -77,11 +77,11 @@ def test_queries_of_a_request_see_rows_of_their_own(kind, rng, fmt, sees):
     assert (np.isposinf(lse).all(axis=1) == nothing).all()
 
 
-@pytest.mark.long(sample=8)
+@pytest.mark.long(sample=4)
 @every_format
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
 def test_lengths_that_differ_by_a_thousand(kind, rng, fmt, num_splits):
-    of = in_cache(rng, fmt, [1, 2000, 2, 0, 40], 64, 2)
+    of = in_cache(rng, fmt, [1, 1100, 2, 0, 40], 64, 2)
     check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, 5, 2, 20), of), of, num_splits=num_splits)
 
 
@@ -90,9 +90,9 @@ def test_lengths_that_differ_by_a_thousand(kind, rng, fmt, num_splits):
 @pytest.mark.parametrize("sees", [Sees(), Sees(False), Sees(True, 50)], ids=str)
 def test_lengths_beyond_the_table_and_below_zero(kind, rng, fmt, sees):
     """The table's rows are all there are; what a window and a query see is counted from the length."""
-    of = in_cache(rng, fmt, [128, 128, 128, 128, 128], 64, 2, Sees(False))
+    of = in_cache(rng, fmt, [64, 64, 64, 64, 64], 32, 2, Sees(False))
     of.table = np.ascontiguousarray(of.table[:, :2])
-    of.lens[:] = 129, 150, 2**31 - 1, -1, -(2**31)
+    of.lens[:] = 65, 80, 2**31 - 1, -1, -(2**31)
     of.sees = sees
     out, lse = check_dense(kind, fmt, dense_queries(rng, fmt, 5, 2, 8), of, num_splits=2)
     assert not out[3:].astype(np.float32).any()
