@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -13,8 +15,7 @@ from cupy_mla.ops.compressed import (
 from tests import oracle_indices, oracle_v4
 from tests.batches import queries, random_queries, table_for
 from tests.kinds import gapped
-from tests.ops.test_indices import hostile
-from tests.ops.test_swa import BLOCK_SIZES, behind, lists_for
+from tests.lists import BLOCK_SIZES, behind, check_lists, hostile, lists_for
 
 # --- compute_global_topk_indices_and_lens ---------------------------------------------------------------------
 
@@ -32,17 +33,8 @@ def test_global_topk(kind, rng, block_size: int, tokens: int, k: int) -> None:
         token_to_req, table, chosen, block_size, stride=stride
     )
     inputs = [kind.put(a) for a in (gapped(chosen, 0, 1), token_to_req, gapped(table, 0, 1))]
-    out, lens, whole = lists_for(kind, tokens, k, 4)
-    inputs += [block_size, kind.put(valid)]
-    got = compute_global_topk_indices_and_lens(*inputs, block_stride_rows=stride, out=out, lens=lens)
-    assert got[0] is out
-    assert got[1] is lens
-    for slots, valid_counts in (got, compute_global_topk_indices_and_lens(*inputs, block_stride_rows=stride)):
-        assert kind.is_mine(slots)
-        np.testing.assert_array_equal(kind.take(slots), want)
-        np.testing.assert_array_equal(kind.take(valid_counts), np.where(valid, counts, 0))
-    if tokens:
-        assert (behind(kind, whole, (tokens, k), 4) == -1).all(), "memory between the rows was written"
+    call = partial(compute_global_topk_indices_and_lens, *inputs, block_size, kind.put(valid), block_stride_rows=stride)
+    check_lists(kind, call, want, np.where(valid, counts, 0), 4)
 
 
 # --- get_compressed_slot_mapping ------------------------------------------------------------------------------

@@ -9,13 +9,7 @@ from cupy_mla.cuda.paging import divisor
 from cupy_mla.ops.indices import convert_req_index_to_global_index, convert_to_slots_and_ends, slots_of
 from tests import oracle_indices
 from tests.kinds import gapped
-
-EXTREMES = np.array([-1, -2, -(2**31), 2**31 - 1])
-
-
-def hostile(rng: np.random.Generator, values: np.ndarray, share: float) -> np.ndarray:
-    """A part of the values replaced by numbers at the ends of int32."""
-    return np.where(rng.random(values.shape) < share, rng.choice(EXTREMES, values.shape), values).astype(np.int32)
+from tests.lists import hostile
 
 
 def case(rng: np.random.Generator, tokens: int, k: int, requests: int, width: int, block_size: int, share: float = 0.1):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,7 @@ from cupy_mla.ops.pools import expand_pools_and_append_tail, kpool_compress
 from tests.batches import queries
 from tests.cases import normal
 from tests.kinds import BF16, gapped, poisoned
-from tests.ops.test_indices import hostile
-from tests.ops.test_swa import behind, lists_for
+from tests.lists import check_lists, hostile
 
 # The matrix of the transform: H[i, j] = (-1)^(bits that i and j share) / sqrt(128).
 HADAMARD = np.array([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)]) / np.sqrt(128)
@@ -139,16 +140,7 @@ def expanded(pool_ids: np.ndarray, seq_lens: np.ndarray, kpool: int) -> tuple[np
 def check_expanded(kind, pool_ids: np.ndarray, seq_lens: np.ndarray, kpool: int, gap: int = 3) -> None:
     want, want_lens = expanded(pool_ids, seq_lens, kpool)
     arrays = kind.put(gapped(pool_ids, 0, gap)), kind.put(seq_lens)
-    out, lens, whole = lists_for(kind, len(pool_ids), want.shape[1], gap)
-    got = expand_pools_and_append_tail(*arrays, kpool, out=out, lens=lens)
-    assert got[0] is out
-    assert got[1] is lens
-    for positions, counts in (got, expand_pools_and_append_tail(*arrays, kpool)):
-        assert kind.is_mine(positions)
-        np.testing.assert_array_equal(kind.take(positions), want)
-        np.testing.assert_array_equal(kind.take(counts), want_lens)
-    if len(pool_ids):
-        assert (behind(kind, whole, want.shape, gap) == -1).all(), "memory between the rows was written"
+    check_lists(kind, partial(expand_pools_and_append_tail, *arrays, kpool), want, want_lens, gap)
 
 
 @pytest.mark.parametrize(("kpool", "n"), [(1, 5), (2, 3), (4, 300), (4, 512), (16, 8), (3, 0)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -9,21 +11,7 @@ from cupy_mla.ops.swa import combine_topk_swa_indices, compute_prefill_gather_le
 from tests import oracle_v4
 from tests.batches import queries, random_queries, table_for
 from tests.kinds import gapped
-from tests.ops.test_indices import hostile
-
-BLOCK_SIZES = [1, 2, 61, 64, 256]
-
-
-def behind(kind, whole, shape: tuple[int, int], gap: int) -> np.ndarray:
-    """The entries between the rows of an int32 array that was made with `gapped`."""
-    return kind.take(whole).view(np.int32).reshape(shape[0], shape[1] + gap)[:, shape[1] :]
-
-
-def lists_for(kind, tokens: int, width: int, gap: int):
-    """Poisoned `out` [tokens, width] with gaps, `lens`, and the allocation behind `out`."""
-    out, whole = kind.put_with_allocation(gapped(np.full((tokens, width), 77, np.int32), 0, gap))
-    return out, kind.put(np.full(tokens, 77, np.int32)), whole
-
+from tests.lists import BLOCK_SIZES, check_lists, hostile
 
 # --- compute_swa_indices_and_lens -----------------------------------------------------------------------------
 
@@ -39,17 +27,8 @@ def check_swa(
     names = ("replay_start", "left_visible", "right_visible")
     more = {n: kind.put(a) for n, a in zip(names, (replay_start, *visible), strict=True) if a is not None}
     more["max_image_tokens"] = max_image_tokens
-    out, lens, whole = lists_for(kind, len(token_to_req), window + max_image_tokens, gap)
-    got = compute_swa_indices_and_lens(*inputs, block_size, window, **more, out=out, lens=lens)
-    assert got[0] is out
-    assert got[1] is lens
-    fresh = compute_swa_indices_and_lens(*inputs, block_size, window, **more)
-    for slots, counts in (got, fresh):
-        assert kind.is_mine(slots)
-        np.testing.assert_array_equal(kind.take(slots), want)
-        np.testing.assert_array_equal(kind.take(counts), want_lens)
-    if len(token_to_req):
-        assert (behind(kind, whole, want.shape, gap) == -1).all(), "memory between the rows was written"
+    call = partial(compute_swa_indices_and_lens, *inputs, block_size, window, **more)
+    check_lists(kind, call, want, want_lens, gap)
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
@@ -178,17 +157,7 @@ def check_combine(
     more = {n: kind.put(a) for n, a in zip(names, visible, strict=True) if a is not None}
     more["max_image_tokens"] = max_image_tokens
     inputs = [kind.put(a) for a in (gapped(topk_indices, 0, gap), starts, seq_lens, gather_lens)]
-    out, lens, whole = lists_for(kind, len(topk_indices), want.shape[1], gap)
-    got = combine_topk_swa_indices(*inputs, *arguments, **more, out=out, lens=lens)
-    assert got[0] is out
-    assert got[1] is lens
-    fresh = combine_topk_swa_indices(*inputs, *arguments, **more)
-    for rows, counts in (got, fresh):
-        assert kind.is_mine(rows)
-        np.testing.assert_array_equal(kind.take(rows), want)
-        np.testing.assert_array_equal(kind.take(counts), want_lens)
-    if len(topk_indices):
-        assert (behind(kind, whole, want.shape, gap) == -1).all(), "memory between the rows was written"
+    check_lists(kind, partial(combine_topk_swa_indices, *inputs, *arguments, **more), want, want_lens, gap)
 
 
 def chosen_rows(rng, batch, ratio: int, topk: int) -> np.ndarray:
