@@ -174,30 +174,6 @@ def torch_zeros(*shape: int) -> Any:
 
 BAD = {
     # An engine's step, handed over wrongly.
-    "metadata None": Bad(lambda: mla(metadata=None), TypeError, "metadata: expected a SparseMLAMetadata, got None"),
-    "metadata a batch": Bad(
-        lambda: mla(metadata=batch()), TypeError,
-        "metadata: expected a SparseMLAMetadata, got an object of type BatchMetadata",
-    ),
-    "metadata of blocks of 32": Bad(
-        lambda: mla(metadata=SparseMLAMetadataBuilder(config(block_size=32)).build(batch())), ValueError,
-        r"metadata: built for block_size 32, these layers have 16 \(config\)",
-    ),
-    "FP8 layers, bf16 metadata": Bad(
-        lambda: mla("fp8_ds_mla", metadata=SparseMLAMetadataBuilder(config()).build(batch())), ValueError,
-        r"metadata: built for bf16 caches, these layers have 'fp8_ds_mla' \(config\)",
-    ),
-    "V4 metadata a batch": Bad(
-        lambda: swa_layer(4, metadata=batch()), TypeError, "metadata: expected a SparseMLAMetadata"
-    ),
-    "V4 window metadata another's": Bad(
-        lambda: swa_layer(swa_metadata=IndexerMetadataBuilder(config()).build(batch())), TypeError,
-        "swa_metadata: expected a SparseSWAMetadata",
-    ),
-    "indexer metadata another's": Bad(
-        lambda: index(metadata=SparseMLAMetadataBuilder(config()).build(batch())), TypeError,
-        "metadata: expected an IndexerMetadata",
-    ),
     "batch None": Bad(
         lambda: SparseMLAMetadataBuilder(config()).build(None), TypeError, "batch: expected a BatchMetadata, got None"
     ),
@@ -360,12 +336,7 @@ BAD = {
         lambda: swa_layer(layer=DeepseekV4Layer(np.zeros((10, 16, 584), np.uint8), f32(5))), ValueError,
         r"attn_sink: expected shape \[4\], got \[5\]",
     ),
-    "keys of fewer tokens": Bad(lambda: index(k=bf16(3, 128)), ValueError, "k: expected the 4 tokens of metadata, got"),
-    "keys of more tokens": Bad(lambda: index(k=bf16(9, 128)), ValueError, "k: expected the 4 tokens of metadata, got"),
     "keys in a list": Bad(lambda: index(k=[1, 2]), TypeError, "k: expected a NumPy, CuPy or torch array"),
-    "heads that are no eight": Bad(
-        lambda: index(q8=np.zeros((4, 4, 128), E4M3), w=f32(4, 4)), ValueError, r"q8: expected shape \[T, 8 or 16"
-    ),
     "the indexer's cache read-only": Bad(
         lambda: index(kv_cache=read_only(np.zeros((10, 16, 132), np.uint8))), ValueError, "kv_cache: expected a writabl"
     ),
