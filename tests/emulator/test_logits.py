@@ -25,21 +25,10 @@ def test_pages_of_mxfp4(kind, rng, b, n, heads, block_size, longest):
         of_candidates.test_logits_over_mxfp4(kind, rng, b, n, heads, block_size, longest, exact)
 
 
-test_candidates = pytest.mark.long(sample=2)(
-    again(
-        of_candidates.test_candidate_logits,
-        (9, 64, 16, 3, of_candidates.FP8),
-        (5, 8, 1, 1, of_candidates.FP8),
-        (3, 32, 8, 30, of_candidates.FP8),
-        (9, 64, 16, 3, of_candidates.MXFP4),
-        (5, 8, 1, 1, of_candidates.MXFP4),
-        (3, 32, 8, 30, of_candidates.MXFP4),
-    )
-)
+FORMATS = (of_candidates.FP8, of_candidates.MXFP4)
+SIZES = ((9, 64, 16, 3), (5, 8, 1, 1), (3, 32, 8, 30))
+
+test_candidates = again(of_candidates.test_candidate_logits, *((*size, fmt) for size in SIZES for fmt in FORMATS))
 test_hostile_candidates = again(of_candidates.test_hostile_candidates)
-test_rows_of_candidates = again(
-    of_candidates.test_select_candidate_rows,
-    (1, of_candidates.MXFP4),
-    (20, of_candidates.MXFP4),
-    (39, of_candidates.MXFP4),
-)
+# Of all rows there are no logits.
+test_rows_of_candidates = again(of_candidates.test_select_candidate_rows, *((k, FORMATS[1]) for k in (1, 20, 39)))

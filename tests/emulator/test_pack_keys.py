@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from ..ops import test_indexer as of_operation
-from ..ops import test_mxfp4 as of_mxfp4
+from ..ops.test_mxfp4 import test_every_bfloat16 as every_bfloat16
 from .again import again
 
-test_bytes = again(
-    of_operation.test_pack,
-    (1, 1, "fp32"),
-    (63, 3, "fp32"),
-    (130, 64, "fp32"),
-    (1, 1, "ue8m0"),
-    (63, 3, "ue8m0"),
-    (130, 64, "ue8m0"),
-)
+SIZES, SCALES = ((1, 1), (63, 3), (130, 64)), ("fp32", "ue8m0", "mxfp4")
+
+test_bytes = again(of_operation.test_pack, *((*size, scales) for size, scales in product(SIZES, SCALES)))
 test_infinity_and_nan = again(of_operation.test_pack_infinities_and_nan)
-test_mxfp4 = again(of_mxfp4.test_pack, (1, 1), (63, 3), (130, 64))
-test_every_bfloat16_as_mxfp4 = again(of_mxfp4.test_every_bfloat16)
+test_every_bfloat16_as_mxfp4 = again(every_bfloat16)

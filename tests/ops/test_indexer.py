@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cupy_mla.ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
-from tests import oracle, oracle_indices
+from tests import oracle, oracle_indices, oracle_mxfp4
+from tests.indexers import empty_key_cache as key_cache
 from tests.kinds import BF16, E4M3, POISON, gapped, poisoned
 from tests.operations import OPERATIONS
 
@@ -21,12 +22,6 @@ def pack_oracle(key: np.ndarray, scale_format: str) -> tuple[bytes, bytes]:
     if scale_format == "ue8m0":
         scale = np.float32(2.0 ** math.ceil(math.log2(scale)))
     return oracle.e4m3_code(values / scale).tobytes(), np.float32(scale).tobytes()
-
-
-def key_cache(num_blocks: int, block_size: int, gap: int = 0) -> np.ndarray:
-    """A poisoned cache [num_blocks, block_size, 132] whose block stride exceeds the block by 4 * gap bytes."""
-    raw = poisoned((num_blocks, 132 * block_size + 4 * gap), np.uint8)
-    return raw[:, : 132 * block_size].reshape(num_blocks, block_size, 132)
 
 
 def token_bytes(cache: np.ndarray, slot: int) -> tuple[np.ndarray, np.ndarray]:
@@ -45,34 +40,52 @@ def keys_of(rng: np.random.Generator, tokens: int) -> np.ndarray:
     return keys.astype(BF16)
 
 
+def mxfp4_rows(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Rows of many sizes, in groups of many sizes; among them zeros, subnormals, ties, and any bits."""
+    rows = rng.standard_normal((count, 4, 32)) * 10.0 ** rng.uniform(-3, 3, (count, 4, 1))
+    rows *= 10.0 ** rng.uniform(-6, 6, (count, 1, 1))
+    rows[rng.random((count, 4)) < 0.1] = 0
+    ties = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -5], rows.shape)
+    rows = np.where(rng.random((count, 4, 1)) < 0.2, ties * 2.0 ** rng.integers(-9, 9, (count, 4, 1)), rows)
+    rows = np.where(rng.random(rows.shape) < 0.05, rng.choice([1e-39, -1e-39, 0.0, -0.0], rows.shape), rows)
+    rows = rows.reshape(count, 128).astype(BF16)
+    any_bits = rng.integers(0, 2**16, rows.shape, dtype=np.uint16).view(BF16)
+    return np.where(rng.random((count, 1)) < 0.1, any_bits, rows)
+
+
 def pack(kind, keys: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str) -> np.ndarray:
     """Pack through the operation and return all bytes of the cache's allocation."""
     there, whole = kind.put_with_allocation(cache)
-    indexer_k_quant_and_cache(kind.put(keys), there, kind.put(slots), scale_format)
+    of_scale = () if scale_format == "mxfp4" else (scale_format,)
+    indexer_k_quant_and_cache(kind.put(keys), there, kind.put(slots), *of_scale)
     return kind.take(whole)
 
 
 def packed_by_hand(keys: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str) -> None:
     for t, slot in enumerate(slots.tolist()):
         if 0 <= slot < cache.shape[0] * cache.shape[1]:
+            if scale_format == "mxfp4":
+                codes, scales = oracle_mxfp4.token(cache, slot)
+                codes[:], scales[:] = oracle_mxfp4.pack(keys[t])
+                continue
             codes, scale = token_bytes(cache, slot)
             code_bytes, scale_bytes = pack_oracle(keys[t], scale_format)
             codes[:], scale[:] = np.frombuffer(code_bytes, np.uint8), np.frombuffer(scale_bytes, np.uint8)
 
 
-@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
+@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0", "mxfp4"])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 64])
 @pytest.mark.parametrize("tokens", [0, 1, 63, 130])
 def test_pack(kind, rng, tokens: int, block_size: int, scale_format: str) -> None:
     num_blocks, gap = tokens // block_size + 2, int(rng.integers(0, 3))
     capacity = num_blocks * block_size
-    keys = keys_of(rng, tokens + 2)
+    keys, item = (mxfp4_rows(rng, tokens + 2), 68) if scale_format == "mxfp4" else (keys_of(rng, tokens + 2), 132)
     slots = rng.permutation(capacity)[:tokens].astype(np.int64)
     slots[rng.random(tokens) < 0.1] = rng.choice([-1, -(2**63), capacity, 2**62])
-    want = key_cache(num_blocks, block_size, gap)
+    want = key_cache(num_blocks, block_size, gap, item)
     packed_by_hand(keys, want, slots, scale_format)
     keys = gapped(keys, 0, int(rng.choice([0, 8, 3])))
-    got = pack(kind, keys, key_cache(num_blocks, block_size, gap), slots, scale_format)
+    got = pack(kind, keys, key_cache(num_blocks, block_size, gap, item), slots, scale_format)
     np.testing.assert_array_equal(got, want.base.reshape(-1))
 
 
