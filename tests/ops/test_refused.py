@@ -152,7 +152,7 @@ NO_NUMBER = (None, "0.1", True, np.True_, 1j, [0.1], np.array([0.1, 0.2]))
 NO_SCALE = (float("nan"), math.inf, -math.inf, 1e300)  # the last is too large for float32
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [*TABLE, "flash_mla_sparse_fwd"])
 def test_settings_of_another_type_are_refused(rng, name) -> None:
     """Numbers and words of the wrong kind, and words that no setting has: each setting in turn."""
     call = OPERATIONS[name](rng).with_outputs()
