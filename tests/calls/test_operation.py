@@ -30,7 +30,7 @@ from cupy_mla.cuda.structs import ATTENTION
 from cupy_mla.dtypes import BFLOAT16
 from tests.fake_gpu import FakeGPU, HostCuPy, Submitted
 from tests.kinds import NumPy, Torch
-from tests.operations import OPERATIONS, Call
+from tests.operations import OPERATIONS, Call, in_threads
 
 torch = pytest.importorskip("torch")
 
@@ -358,11 +358,7 @@ def test_threads_share_a_graph(gpu):
             gpu.used = 0
             cupy_mla.sparse_prefill(**arrays)
 
-    threads = [threading.Thread(target=run, args=(arrays,)) for arrays in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run, calls)
     assert len(gpu.log) == 3 * 50 * len(calls)
     owners = [
         [i for i, arrays in enumerate(calls) if struct.pack("Q", arrays["q"].data_ptr()) in launch.params]
@@ -513,11 +509,7 @@ def test_threads_make_calls_of_their_own(gpu):
             if not any(given in launch.params for launch in list(gpu.log) if launch.kernel):
                 wrong.append("its q was not launched")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert not wrong
     assert len(gpu.log) == 4 * 150
 
