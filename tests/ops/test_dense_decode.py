@@ -53,7 +53,7 @@ def test_generated(kind, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), "seed"))
     fmt = BY_NAME[draw(*BY_NAME)]
     s_q, h_q = draw(1, 2, 3, 8), draw(*HEADS)
-    lens = data.draw(st.lists(st.integers(-2, 200), min_size=1, max_size=4), "lengths")
+    lens = data.draw(st.lists(st.integers(-2, 140), min_size=1, max_size=3), "lengths")
     sees = Sees(draw(True, False), draw(None, None, 1, 17, 64))
     of = in_cache(rng, fmt, lens, draw(1, 3, 16, 64, 256), s_q, sees, gap=draw(0, 1, 5))
     sink = sinks(rng, h_q) if draw(False, True) else None
