@@ -403,9 +403,9 @@ def check_batches(kind: NumPy, rng: np.random.Generator, fmt: oracle.Format, bat
         check_decode(kind, fmt, off_zero(fmt, queries(rng, b, 1, h_q, fmt.d_qk), main), main)
 
 
-def check_same_bits(kind: NumPy, q: np.ndarray, main: Paged, times: int = 4) -> None:
+def check_same_bits(kind: NumPy, q: np.ndarray, main: Paged, times: int = 4, **more: Any) -> None:
     """So many runs give the same bits."""
-    first, *others = ([r.tobytes() for r in run_decode(kind, q, main)] for _ in range(times))
+    first, *others = ([r.tobytes() for r in run_decode(kind, q, main, **more)] for _ in range(times))
     assert all(other == first for other in others)
 
 

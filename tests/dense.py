@@ -52,8 +52,9 @@ class Requests:
         """The slots of the rows that a query sees, in order, but for rows that table or cache have not."""
         num_blocks, block_size, _ = self.cache.shape
         table = [int(block) for block in self.table[request]]
-        rows = [divmod(row, block_size) for row in self.sees.rows(int(self.lens[request]), self.s_q, i)[: 10**6]]
-        named = [(table[column], offset) for column, offset in rows if column < len(table)]
+        seen = self.sees.rows(int(self.lens[request]), self.s_q, i)
+        rows = range(seen.start, min(seen.stop, len(table) * block_size))
+        named = [(table[row // block_size], row % block_size) for row in rows]
         return [block * block_size + offset for block, offset in named if 0 <= block < num_blocks]
 
 

@@ -40,10 +40,16 @@ def key_cache(codes: np.ndarray, scales: np.ndarray, gap: int = 0) -> np.ndarray
     """A cache [num_blocks, block_size, 132] of keys [num_blocks, block_size, 128] and scales [num_blocks, block_size],
     whose block stride exceeds the block by 4 * gap bytes."""
     num_blocks, block_size, _ = codes.shape
-    raw = poisoned((num_blocks, 132 * block_size + 4 * gap), np.uint8)
-    raw[:, : 128 * block_size] = codes.reshape(num_blocks, 128 * block_size)
-    raw[:, 128 * block_size : 132 * block_size] = scales.view(np.uint8)
-    return raw[:, : 132 * block_size].reshape(num_blocks, block_size, 132)
+    cache = empty_key_cache(num_blocks, block_size, gap)
+    cache.base[:, : 128 * block_size] = codes.reshape(num_blocks, 128 * block_size)
+    cache.base[:, 128 * block_size : 132 * block_size] = scales.view(np.uint8)
+    return cache
+
+
+def empty_key_cache(num_blocks: int, block_size: int, gap: int = 0, token_bytes: int = 132) -> np.ndarray:
+    """A poisoned cache [num_blocks, block_size, token_bytes] whose block stride exceeds the block by 4 * gap bytes."""
+    raw = poisoned((num_blocks, token_bytes * block_size + 4 * gap), np.uint8)
+    return raw[:, : token_bytes * block_size].reshape(num_blocks, block_size, token_bytes)
 
 
 def ranges(rng: np.random.Generator, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:

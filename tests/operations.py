@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,15 @@ from cupy_mla import flash_mla
 from cupy_mla.ops import table
 
 from .kinds import NumPy, poisoned
+
+
+def in_threads(work: Callable[[Any], None], arguments: Iterable[Any]) -> None:
+    """Call it in a thread for each of the arguments, at the same time."""
+    threads = [threading.Thread(target=work, args=(argument,)) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @dataclass

@@ -66,13 +66,6 @@ def test_lse_in_base_2(kind, rng):
     assert np.isposinf(base_2[2][1]).all()
 
 
-@pytest.mark.parametrize("name", ["use_legacy", "return_log2_lse"])
-def test_settings_of_sparse_fwd_are_bools(rng, name):
-    q, kv, indices = np.zeros((1, 8, 576), BF16), np.zeros((5, 1, 576), BF16), np.zeros((1, 1, 3), np.int32)
-    with pytest.raises(TypeError, match=rf"^{name}: expected True or False, got 1"):
-        flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.1, **{name: 1})
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d_qk", [576, 512])
 def test_dense_decode_over_rows_of_one_scale(kind, rng, causal, d_qk):
@@ -391,33 +384,20 @@ def wrong(rng: np.random.Generator, **change: object) -> dict[str, object]:
         ({"is_fp8_kvcache": False}, ValueError, r"^is_fp8_kvcache is False"),
         ({"k_cache": np.zeros((2, 64, 576), BF16)}, ValueError, r"^is_fp8_kvcache is True"),
         ({"k_cache": np.zeros((2, 64, 584), np.uint8)}, ValueError, r"^k_cache\b"),
-        ({"k_cache": None}, TypeError, r"^k_cache\b"),
-        ({"q": None}, TypeError, r"^q\b"),
-        ({"q": np.zeros((2, 8, 576), BF16)}, ValueError, r"^q\b"),
-        ({"indices": np.zeros((2, 9), np.int32)}, ValueError, r"^indices\b"),
-        ({"k_cache": np.zeros(656, np.uint8)}, ValueError, r"^k_cache\b"),
-        ({"indices": np.array(0, np.int32)}, ValueError, r"^indices\b"),
         (
             {"extra_k_cache": np.zeros((2, 64, 656), np.uint8)},
             ValueError,
             r"^extra_k_cache\b.*\bextra_indices_in_kvcache\b",
         ),
         (
-            {"extra_k_cache": np.zeros((2, 64, 656), np.uint8), "extra_indices_in_kvcache": np.zeros((2, 9), np.int32)},
-            ValueError,
-            r"^extra_indices_in_kvcache\b",
-        ),
-        (
             {"extra_topk_length": np.ones(2, np.int32)},
             ValueError,
             r"^extra_topk_length\b.*\bextra_indices_in_kvcache\b",
         ),
-        ({"out": np.zeros((2, 1, 8, 512), np.float32)}, TypeError, r"^out\b"),
     ],
 )
 def test_wrong_arguments_are_named(rng, change, error, message):
     arguments = wrong(rng, **change)
     with pytest.raises(error, match=message):
         flash_mla.flash_mla_with_kvcache(**arguments)
-    if "out" not in change:
-        assert (arguments["out"].view(np.uint8) == 0xFF).all()
+    assert (arguments["out"].view(np.uint8) == 0xFF).all()

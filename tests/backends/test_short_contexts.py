@@ -69,6 +69,12 @@ def attend(engine: Engine, step: Step, metadata: SparseMLAMetadata) -> tuple[np.
     return engine.kind.take(out), engine.kind.take(lse)
 
 
+def check(engine: Engine, step: Step, metadata: SparseMLAMetadata) -> None:
+    out, lse = attend(engine, step, metadata)
+    assert_result(out, step.want)
+    oracle.assert_close(lse, step.want_lse, "decode lse")
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("longest", [TOPK - 1, TOPK, TOPK + 1])
 @pytest.mark.parametrize("query_lens", [[1, 1, 1, 1], [2, 2, 2], [2], [2, 2, 0, 0], [1, 0]], ids=str)
@@ -78,9 +84,7 @@ def test_decodes(kind, rng, path: str, longest: int, query_lens: list[int]) -> N
     metadata = engine.builder.build(step.batch)
     if not kind.on_gpu:  # there, where it is faster
         assert (metadata.dense_decodes is not None) == (longest <= TOPK)
-    out, lse = attend(engine, step, metadata)
-    assert_result(out, step.want)
-    oracle.assert_close(lse, step.want_lse, "decode lse")
+    check(engine, step, metadata)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -91,9 +95,7 @@ def test_tokens_that_pad_decodes(kind, rng, path: str, longest: int, padding: in
     metadata = engine.builder.build(step.batch)
     if not kind.on_gpu:
         assert (metadata.dense_decodes is not None) == (padding % 2 == 0)
-    out, lse = attend(engine, step, metadata)
-    assert_result(out, step.want)
-    oracle.assert_close(lse, step.want_lse, "decode lse")
+    check(engine, step, metadata)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -108,9 +110,7 @@ def test_decodes_beside_prefills(kind, rng, path: str, longest: int) -> None:
         dense = path == "separate" and longest <= TOPK
         assert (metadata.dense_decodes is not None) == dense
         assert not dense or metadata.dense_decodes.num_tokens == 4
-    out, lse = attend(engine, step, metadata)
-    assert_result(out, step.want)
-    oracle.assert_close(lse, step.want_lse, "decode lse")
+    check(engine, step, metadata)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -140,7 +140,7 @@ def test_decodes_of_unequal_numbers_of_tokens_take_lists(rng, path: str) -> None
     metadata = engine.builder.build(step.batch)
     dense = metadata.dense_decodes
     assert dense is None if path != "separate" else (dense is not None and dense.num_tokens == 2)
-    assert_result(attend(engine, step, metadata)[0], step.want)
+    check(engine, step, metadata)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -167,7 +167,7 @@ def test_lengths_that_the_device_has(kind, rng, path: str, bound: int) -> None:
     metadata = engine.builder.build(loose, seq_lens=kind.put(batch.seq_lens))
     if not kind.on_gpu:
         assert (metadata.dense_decodes is not None) == (bound <= TOPK)
-    assert_result(attend(engine, step, metadata)[0], step.want)
+    check(engine, step, metadata)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -176,7 +176,7 @@ def test_steps_one_after_the_other(kind, rng, path: str) -> None:
     engine = engine_of(kind, path)
     for query_lens, longest in (([2] * 5, TOPK), ([2, 2], TOPK - 5), ([1] * 3, TOPK + 9), ([1, 0, 0], TOPK)):
         step = step_of(rng, query_lens, longest)
-        assert_result(attend(engine, step, engine.builder.build(step.batch))[0], step.want)
+        check(engine, step, engine.builder.build(step.batch))
 
 
 @pytest.mark.parametrize("query_lens", [[2, 2], [2, 2, 5]], ids=str)
@@ -196,7 +196,7 @@ def test_layers_that_share_a_list(kind, rng, query_lens: list[int]) -> None:
 
 def test_a_cache_and_results_with_gaps(kind, rng) -> None:
     step, engine = make_step(rng, HEADS, [2, 2], [TOPK, 7], block_gap=16, all_listed=True), engine_of(kind, "bf16")
-    assert_result(attend(engine, step, engine.builder.build(step.batch))[0], step.want)
+    check(engine, step, engine.builder.build(step.batch))
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -278,21 +278,6 @@ def test_lse(kind, rng, path: str, query_lens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_attention_is_told_where_lists_end(rng, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """So a decode's time goes with the rows that exist."""
-    step = make_step(rng, 8, [1] * 7)
-    told = []
-
-    def record(q, cache, indices, ends, *args, **others):
-        told.extend(ends.tolist())
-        return planned_decode(q, cache, indices, ends, *args, **others)
-
-    monkeypatch.setattr(sparse_mla, "planned_decode", record)
-    assert_result(Engine(NumPy(), path, 8).run(step), step.want)
-    assert told == [max(np.flatnonzero(row >= 0), default=-1) + 1 for row in step.topk_indices]
-
-
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("heads", [4, 8, 16, 32])
 def test_sinks(kind, rng, path: str, heads: int) -> None:
     """Of HY-V4: 32 heads on one rank, 4 on each of eight. `lse` is without them."""
@@ -309,8 +294,11 @@ def test_sinks(kind, rng, path: str, heads: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_counts_of_the_caller(kind, rng, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """They tell where lists end; -1 stands behind, and may stand before."""
+@pytest.mark.parametrize("counted", [False, True], ids=["found", "of the caller"])
+def test_attention_is_told_where_lists_end(
+    kind, rng, monkeypatch: pytest.MonkeyPatch, path: str, counted: bool
+) -> None:
+    """So a decode's time goes with the rows that exist. -1 stands behind, and may stand before."""
     step = make_step(rng, 8, [1] * 7)
     counts = np.array([max(np.flatnonzero(row >= 0), default=-1) + 1 for row in step.topk_indices], np.int32)
     engine, put, told = Engine(kind, path, 8), kind.put, []
@@ -321,7 +309,8 @@ def test_counts_of_the_caller(kind, rng, monkeypatch: pytest.MonkeyPatch, path: 
 
     monkeypatch.setattr(sparse_mla, "planned_decode", record)
     arguments = (put(step.q), put(step.caches[engine.layout]), engine.builder.build(step.batch), put(step.topk_indices))
-    assert_result(kind.take(engine.impl.forward_mqa(*arguments, valid_counts=put(counts))), step.want)
+    more = {"valid_counts": put(counts)} if counted else {}
+    assert_result(kind.take(engine.impl.forward_mqa(*arguments, **more)), step.want)
     assert told == counts.tolist()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 import tracemalloc
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import pytest
 
 from cupy_mla.calls.key import Remembered, key_of
 from cupy_mla.cuda.program import Plan
+from tests.operations import in_threads
 
 
 @pytest.mark.long
@@ -71,11 +71,7 @@ def test_threads_share_what_is_remembered():
             elif found != 2 * key + 1:
                 wrong.append((key, found))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert not wrong
     assert len(remembered) == 50
 

@@ -7,6 +7,7 @@ import gc
 import pickle
 import struct
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,20 @@ def test_calls_without_a_schedule_have_no_plan(gpu):
         assert plan_of(gpu) == NO_PLAN
 
 
+def check_plans_of_steps(gpu: FakeGPU, steps: list[Any], forward: Callable[[Any], Any]) -> None:
+    """Layers of a step share a plan, which the first of them fills; another step has another."""
+    found = []
+    for step in (steps[0], steps[0], steps[0], steps[1], steps[1]):
+        gpu.log.clear()
+        forward(step)
+        found.append(plan_of(gpu))
+    forget_calls()
+    gc.collect()
+    assert [filled for filled, _ in found] == [0, 1, 1, 0, 1]
+    addresses = [address for _, address in found]
+    assert addresses[0] == addresses[1] == addresses[2] != addresses[3] == addresses[4]
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_layers_of_the_backend_share_a_plan(monkeypatch, mixed):
     """That of the step's metadata."""
@@ -150,16 +165,7 @@ def test_layers_of_the_backend_share_a_plan(monkeypatch, mixed):
     q, cache = torch.zeros((67, 64, 576), dtype=torch.bfloat16), torch.zeros((67, 64, 656), dtype=torch.uint8)
     chosen = torch.zeros((67, 2048), dtype=torch.int32)
     impl = cupy_mla.SparseMLAImpl(config, 0.1, cupy_mla.Workspace(cupy_mla.Place.of(q)))
-    found = []
-    for metadata in (steps[0], steps[0], steps[0], steps[1], steps[1]):
-        gpu.log.clear()
-        impl.forward_mqa(q, cache, metadata, chosen)
-        found.append(plan_of(gpu))
-    forget_calls()
-    gc.collect()
-    assert [filled for filled, _ in found] == [0, 1, 1, 0, 1]
-    addresses = [address for _, address in found]
-    assert addresses[0] == addresses[1] == addresses[2] != addresses[3] == addresses[4]
+    check_plans_of_steps(gpu, steps, lambda metadata: impl.forward_mqa(q, cache, metadata, chosen))
 
 
 def test_layers_that_attend_over_all_rows_share_a_plan(monkeypatch):
@@ -175,16 +181,9 @@ def test_layers_that_attend_over_all_rows_share_a_plan(monkeypatch):
     gpu = FakeGPU(monkeypatch)
     q, cache = torch.zeros((67, 64, 576), dtype=torch.bfloat16), torch.zeros((67, 64, 576), dtype=torch.bfloat16)
     impl = cupy_mla.SparseMLAImpl(config, 0.1, cupy_mla.Workspace(cupy_mla.Place.of(q)))
-    chosen, found = torch.zeros((67, 2048), dtype=torch.int32), []
+    chosen = torch.zeros((67, 2048), dtype=torch.int32)
     with cupy_mla.forced("dense_sm90", "shares(splits=0)"):
-        for metadata in (steps[0], steps[0], steps[0], steps[1], steps[1]):
-            gpu.log.clear()
-            impl.forward_mqa(q, cache, metadata, chosen)
-            found.append(plan_of(gpu))
-    forget_calls()
-    assert [filled for filled, _ in found] == [0, 1, 1, 0, 1]
-    addresses = [address for _, address in found]
-    assert addresses[0] == addresses[1] == addresses[2] != addresses[3] == addresses[4]
+        check_plans_of_steps(gpu, steps, lambda metadata: impl.forward_mqa(q, cache, metadata, chosen))
 
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])
@@ -210,17 +209,8 @@ def test_layers_of_a_kind_share_a_plan(monkeypatch, ratio):
         torch.zeros((67, 512), dtype=torch.int32) if ratio == 4 else None,
     )  # fmt: skip
     impl = cupy_mla.DeepseekV4Impl(own, 0.1, cupy_mla.Workspace(cupy_mla.Place.of(q)))
-    found = []
     with cupy_mla.forced("fp8_sm90", "shares"):
-        for swa, metadata in (steps[0], steps[0], steps[0], steps[1], steps[1]):
-            gpu.log.clear()
-            impl.forward(q, layer, swa, metadata, torch.empty_like(q))
-            found.append(plan_of(gpu))
-    forget_calls()
-    gc.collect()
-    assert [filled for filled, _ in found] == [0, 1, 1, 0, 1]
-    addresses = [address for _, address in found]
-    assert addresses[0] == addresses[1] == addresses[2] != addresses[3] == addresses[4]
+        check_plans_of_steps(gpu, steps, lambda step: impl.forward(q, layer, *step, torch.empty_like(q)))
 
 
 def test_other_sizes_are_planned_anew(gpu):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -65,20 +67,19 @@ def launch(heads: int, paged: bool, requests: int, queries: int, width: int, sha
     )
 
 
-@pytest.mark.parametrize(
-    ("heads", "paged", "queries", "rows", "warpgroups", "together"),
-    [
-        (64, False, 1, 256, 2, 0), (64, False, 4, 256, 2, 0), (64, False, 5, 128, 4, 1), (64, True, 1, 64, 2, 0),
-        (64, True, 2, 128, 3, 0), (64, True, 3, 192, 2, 0), (64, True, 4, 256, 2, 0), (64, True, 5, 128, 4, 1),
-        (40, True, 1, 64, 2, 0), (32, True, 2, 64, 2, 0), (8, True, 3, 128, 3, 0), (32, True, 5, 192, 2, 0),
-        (24, True, 9, 128, 4, 1),
-    ],
-)  # fmt: skip
-def test_tiles(heads: int, paged: bool, queries: int, rows: int, warpgroups: int, together: int) -> None:
-    found = launch(heads, paged, 3, queries, 1000).kernel.defines
-    padded = 32 if heads <= 32 else 64
-    assert (found["HEADS"], found["QUERIES"] * padded) == (padded, rows)
-    assert (found["WARPGROUPS"], found["TOGETHER"]) == (warpgroups, together)
+def test_tiles() -> None:
+    """Of whole queries, in units of 64 rows. Over a cache one tile has all queries of a request, if they fit."""
+    compiled = set(logits_sm90.kernels())
+    for heads, of_pages, queries in product(range(8, 65, 8), (False, True), range(1, 10)):
+        kernel = launch(heads, of_pages, 3, queries, 1000).kernel
+        padded, rows = 32 if heads <= 32 else 64, kernel.defines["HEADS"] * kernel.defines["QUERIES"]
+        assert kernel in compiled
+        assert kernel.defines["HEADS"] == padded
+        assert rows in (64, 128, 192, 256)
+        if of_pages and queries * padded <= 256:
+            assert rows == -(-queries * padded // 64) * 64
+            assert not kernel.defines["TOGETHER"]
+        assert kernel.defines["TOGETHER"] == (queries * padded > 256)
 
 
 @pytest.mark.parametrize(

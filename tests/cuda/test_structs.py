@@ -57,23 +57,6 @@ def test_a_struct_of_narrow_fields_may_lie_at_four_bytes():
     assert Struct("Around", x=INT32, narrow=narrow, y=POINTER).offsets == [0, 4, 8, 12, 16]
 
 
-def test_sizes_of_the_kernels_structs():
-    """Counted by hand: Source has 3 pointers, 5 int64 and 2 int32; AttentionParams two of these, then ..."""
-    assert structs.SOURCE.size == 3 * 8 + 5 * 8 + 2 * 4 == 72
-    assert layout(structs.SOURCE)["topk"] == 64
-    fields = layout(structs.ATTENTION)
-    assert fields["extra.cache"] == 72
-    assert fields["q"] == 144
-    assert fields["scale_log2"] == 144 + 8 * (4 + 4 + 1 + 1 + 3 + 4 + 1) == 288
-    assert fields["order"] == 288 + 4 * 6 == 312
-    assert fields["q_scale.on_device"] == 320 + 8 + 8 + 5 * 4 + 4 + 8 == 368  # 5 numbers, and padding
-    assert structs.ATTENTION.size == 368 + 2 * 16 == 400
-    assert layout(structs.GROUPED)["list_lengths"] == 400
-    assert structs.GROUPED.size == 400 + 6 * 8 + 5 * 4 + 4 == 472
-    assert layout(structs.BLOCK_TABLE)["block_size.value"] == 24
-    assert structs.BLOCK_TABLE.size == 40  # 36, and padding
-
-
 @pytest.mark.parametrize("name", DECLARED)
 def test_layouts_are_those_of_the_platforms_c(name):
     """ctypes lays them out by the rules of C."""

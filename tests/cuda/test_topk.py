@@ -19,9 +19,6 @@ from cupy_mla.cuda.topk import (
     BF16_TABLES,
     FLOAT32_TABLES,
     LEAST_CLUSTER_WIDTH,
-    MOST_ORDERED,
-    STREAMED,
-    Shape,
     Tables,
     choose,
     kernel,
@@ -33,88 +30,35 @@ SMS = 132
 AT_ONCE = (SMS, SMS // 2, 44, 30, 24, 20, 16, 13)  # clusters of 1 to 8 CTAs
 
 
-def held(threads: int, items: int, per_sm: int, few: bool = False, clusters: bool = False) -> Shape:
-    return Shape(threads, items, per_sm, clusters=clusters, few=few)
-
-
-def streamed(threads: int, items: int, per_sm: int, few: bool = False, clusters: bool = False) -> Shape:
-    """Ordered where it is for more rows than SMs."""
-    return Shape(threads, items, per_sm, True, clusters, few, not few and not clusters)
-
-
-@pytest.mark.parametrize(
-    ("rows", "width", "k", "shape", "cluster"),
-    [
-        (1, 1, 1, held(512, 8, 2, True), 1),
-        (SMS, 4097, 2048, held(512, 16, 2, True), 1),
-        (93, 10944, 2048, held(1024, 12, 1, True), 1),
-        (89, 23296, 2048, held(1024, 24, 1, True), 1),
-        (SMS, 32768, 2048, streamed(512, 16, 2, True), 1),
-        (SMS, 57344, 2048, streamed(512, 16, 2, True), 1),
-        (SMS, 57345, 2048, streamed(1024, 16, 1, True), 1),
-        (12, 12864, 2048, held(1024, 4, 1, clusters=True), 4),
-        (16, 17664, 2048, held(1024, 8, 1, clusters=True), 4),
-        (26, 16384, 2048, held(1024, 4, 1, clusters=True), 4),
-        (27, 16384, 2048, held(1024, 16, 1, True), 1),
-        (30, 24576, 2048, held(1024, 24, 1, True), 1),
-        (30, 24577, 2048, held(1024, 8, 1, clusters=True), 4),
-        (8, 32768, 2048, held(1024, 4, 1, clusters=True), 8),
-        (13, 32768, 2048, held(1024, 4, 1, clusters=True), 8),
-        (14, 32768, 2048, held(1024, 8, 1, clusters=True), 4),
-        (1, 80768, 2048, held(1024, 12, 1, clusters=True), 8),
-        (16, 131072, 2048, streamed(1024, 16, 1, clusters=True), 4),
-        (30, 33856, 2048, held(1024, 12, 1, clusters=True), 4),
-        (30, 65536, 2048, held(1024, 16, 1, clusters=True), 4),
-        (30, 131072, 2048, streamed(1024, 16, 1, clusters=True), 4),
-        (40, 262144, 2048, streamed(1024, 16, 1, clusters=True), 2),
-        (31, 33856, 2048, streamed(512, 16, 2, True), 1),
-        (64, 17664, 2048, held(1024, 20, 1, True), 1),
-        (64, 32768, 512, streamed(512, 16, 2, True), 1),
-        (64, 131072, 2048, streamed(1024, 16, 1, True), 1),
-        (64, 131073, 2048, streamed(1024, 16, 1, clusters=True), 2),
-        (1, 1 << 20, 2048, streamed(1024, 16, 1, clusters=True), 8),
-        (SMS + 1, 4096, 2048, held(512, 8, 2), 1),
-        (2 * SMS, 4096, 2048, held(512, 8, 2), 1),
-        (2 * SMS + 1, 4096, 2048, held(512, 8, 3), 1),
-        (3 * SMS + 1, 4096, 2048, held(256, 16, 5), 1),
-        (168, 4672, 2048, held(512, 12, 2), 1),
-        (3 * SMS, 5120, 4096, held(512, 12, 3), 1),
-        (4096, 5120, 2048, held(256, 20, 5), 1),
-        (2 * SMS, 6144, 2048, held(512, 12, 2), 1),
-        (3 * SMS, 6144, 2048, held(512, 12, 3), 1),
-        (3 * SMS + 1, 6144, 4096, held(256, 24, 4), 1),
-        (4 * SMS + 1, 6144, 4096, held(256, 24, 5), 1),
-        (259, 6208, 2048, held(512, 16, 2), 1),
-        (3 * SMS, 7168, 2048, held(512, 16, 3), 1),
-        (3 * SMS + 1, 7168, 2048, held(256, 28, 4), 1),
-        (2 * SMS, 8192, 2048, held(512, 16, 2), 1),
-        (3 * SMS, 8192, 2048, held(512, 16, 3), 1),
-        (8192, 8192, 2048, held(256, 32, 4), 1),
-        (162, 10240, 2048, held(512, 20, 2), 1),
-        (518, 9408, 2048, held(512, 20, 3), 1),
-        (2 * SMS, 10241, 2048, held(512, 24, 2), 1),
-        (2335, 10560, 2048, held(384, 28, 3), 1),
-        (2335, 10753, 2048, held(512, 24, 2), 1),
-        (1207, 12672, 2048, held(512, 28, 2), 1),
-        (1500, 16384, 2048, held(512, 32, 2), 1),
-        (2 * SMS, 16385, 2048, streamed(512, 16, 2), 1),
-        (3 * SMS, 16385, 3072, streamed(384, 16, 3), 1),
-        (3 * SMS, 16385, 3073, streamed(512, 16, 2), 1),
-        (1047, 20032, 2048, streamed(256, 16, 4), 1),
-        (1047, 20032, 2049, streamed(384, 16, 3), 1),
-        (4096, 32768, 512, streamed(256, 16, 4), 1),
-        (3 * SMS, 32769, 512, streamed(384, 16, 3), 1),
-        (3 * SMS + 1, 65536, 512, streamed(512, 16, 2), 1),
-        (4096, 65536, 512, streamed(384, 16, 3), 1),
-        (4096, 65536, 3073, streamed(512, 16, 2), 1),
-        (4096, 65537, 512, streamed(512, 16, 2), 1),
-        (4096, MOST_ORDERED, 512, streamed(512, 16, 2), 1),
-        (4096, MOST_ORDERED + 1, 512, STREAMED, 1),
-    ],
-)
-def test_on_hopper(monkeypatch, rows: int, width: int, k: int, shape: Shape, cluster: int) -> None:
+@pytest.fixture
+def at_once(monkeypatch) -> None:
     monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: AT_ONCE)
-    assert choose(Gpu(0, SMS, 90, 227), rows, width, k) == (shape, cluster)
+
+
+def test_calls_have_the_shape_for_their_rows_and_width(at_once, rng) -> None:
+    """Of the table for so many rows and CTAs a row: of the narrowest rows that fit, the last shape that is for so many
+    rows an SM and serves k."""
+    widths = (1, *(of.most + n for table in FLOAT32_TABLES for of in table[:-1] for n in (0, 1)))
+    for width, rows in product(widths, (1, 12, 31, 64, SMS, SMS + 1, 2 * SMS + 1, 3 * SMS + 1, 4 * SMS + 1, 4096)):
+        k = int(rng.choice([1, 512, 2048, 2049, 3072, 3073, 4096]))
+        shape, cluster = choose(Gpu(0, SMS, 90, 227), rows, width, k)
+        table = FLOAT32_TABLES.many if rows > SMS else FLOAT32_TABLES.few if cluster == 1 else FLOAT32_TABLES.clusters
+        narrowest = next(of for of in table if width <= cluster * of.most)
+        serving = {above: of for above, of in narrowest.shapes if rows > above * SMS and k <= of.most_k}
+        assert shape == serving[max(serving)]
+
+
+def test_clusters_are_for_few_rows_that_are_wide(at_once) -> None:
+    """The fewer rows and the wider, the larger; all run at a time."""
+    rows, widths = range(1, SMS + 2), (4096, 12288, 12289, 16384, 24576, 32768, 65536, 131072, 131073, 1 << 20)
+    sizes = np.array([[choose(Gpu(0, SMS, 90, 227), n, width, 2048)[1] for width in widths] for n in rows])
+    assert (np.diff(sizes, axis=0) <= 0).all()
+    assert (np.diff(sizes, axis=1) >= 0).all()
+    assert {*sizes.flat} == {1, 2, 4, 8}
+    assert all(n <= AT_ONCE[size - 1] for n, row in zip(rows, sizes, strict=True) for size in row if size > 1)
+    held_by_one = max(of.most for of in FLOAT32_TABLES.few for _, shape in of.shapes if not shape.streamed)
+    some_sms = sizes * np.array(rows)[:, None] * (sizes > 1)
+    assert (some_sms[:, np.array(widths) <= held_by_one] <= 4 * SMS // 5).all()
 
 
 def test_clusters_that_run_at_a_time_are_those_of_the_gpu(monkeypatch) -> None:

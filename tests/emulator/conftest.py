@@ -11,12 +11,15 @@ from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import all_kernels
 
 from ..kinds import Torch
-from .emulator import EmulatedGPU
+from .emulator import EmulatedGPU, needs_compiler
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a kernel are `long`, of each file a plain run has a few; those of the emulator itself all run."""
+    """Tests of a kernel are `long`, of each file a plain run has a few; those of the emulator itself all run. All need
+    the compiler."""
     for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(needs_compiler)
         here = item.path.parent == Path(__file__).parent and item.path.name != "test_machine.py"
         if here and not item.get_closest_marker("long"):
             item.add_marker(pytest.mark.long(part=1))

@@ -12,9 +12,6 @@ from cupy_mla.cuda.attention.choose import NAMES, VARIABLE
 
 from .. import oracle
 from ..cases import check_decode, check_unequal_prefill, off_zero, paged, queries, sinks
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 FORMATS = {
     "fp8_sm90": (oracle.V32, oracle.V4),

@@ -8,9 +8,6 @@ import pytest
 from .. import backward
 from ..cases import sinks
 from ..training import check_target
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize(("h_q", "d_qk", "gap"), [(9, 512, None), (32, 576, 3), (100, 576, None)])

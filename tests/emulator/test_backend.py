@@ -11,9 +11,6 @@ from cupy_mla.metadata import uploads
 
 from ..backends import test_deepseek_v41 as of_v41
 from ..backends.test_sparse_mla import PATHS, Engine, assert_result, make_step
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 class _Staging:

@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 
 from ..backward import FLOAT32, check, check_bits_whatever, inputs
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.long

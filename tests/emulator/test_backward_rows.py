@@ -9,9 +9,7 @@ from ..backward import FLOAT32, check, check_bits_whatever, inputs
 from ..cases import sinks
 from ..kinds import BF16
 from ..ops import test_backward as of_operation
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
+from .again import again
 
 
 def test_chunks(kind, rng):
@@ -34,8 +32,7 @@ def test_crowded_range(kind, rng):
     check(kind, a._replace(indices=lists))
 
 
-def test_same_lists_and_rows(kind, rng):
-    of_operation.test_same_lists_and_rows(kind, rng)
+test_same_lists_and_rows = again(of_operation.test_same_lists_and_rows)
 
 
 def test_accumulate(kind, rng):

@@ -9,9 +9,7 @@ from ..backward import FLOAT32, check, check_bits_whatever, check_same_bits, inp
 from ..cases import sinks
 from ..kinds import BF16
 from ..ops import test_backward as of_operation
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
+from .again import again
 
 
 @pytest.mark.long(sample=2)
@@ -46,14 +44,8 @@ def test_logits_far_from_zero(kind, rng, logit):
     of_operation.check_far_from_zero(kind, a)
 
 
-def test_nothing_reaches_from_queries_without_rows(kind, rng):
-    of_operation.check_queries_without_rows(kind, rng, 50)
-
-
-def test_nan_stays_with_its_query(kind, rng):
-    of_operation.check_nan(kind, rng, 48)
-
-
-@pytest.mark.parametrize("sink", [np.float32(np.inf), np.float32(-np.inf), np.float32(2.4e38)])
-def test_extreme_sinks(kind, rng, sink):
-    of_operation.check_sink(kind, rng, sink, 40)
+test_nothing_reaches_from_queries_without_rows = again(of_operation.check_queries_without_rows, (50,))
+test_nan_stays_with_its_query = again(of_operation.check_nan, (48,))
+test_extreme_sinks = again(
+    of_operation.check_sink, (np.float32(np.inf), 40), (np.float32(-np.inf), 40), (np.float32(2.4e38), 40)
+)

@@ -8,9 +8,6 @@ from cupy_mla.cuda.attention.kernels import bf16_cluster_sm90
 
 from .. import oracle
 from ..cases import check_decode, paged, queries, sinks
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.long(sample=1)

@@ -6,9 +6,6 @@ import pytest
 
 from .. import oracle
 from ..cases import check_decode, paged, queries, sinks
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize("num_splits", [2, 40])

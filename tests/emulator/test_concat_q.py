@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ..ops import test_gather as of_operation
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize("gaps", [(0, 0, 0), (8, 128, 16), (3, 1, 5)], ids=["dense", "strided", "unaligned"])

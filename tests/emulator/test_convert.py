@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 
 from ..ops.test_indices import check
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.long(sample=2)

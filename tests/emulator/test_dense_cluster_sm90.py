@@ -6,12 +6,10 @@ import pytest
 
 from cupy_mla.cuda.attention.choose import VARIABLE
 
-from .. import dense_hopper
-from .emulator import needs_compiler
+from ..dense_hopper import every_batch, every_heads, some_requests
 
 # As many SMs as the largest of the calls has work items, twice.
-pytestmark = [needs_compiler, pytest.mark.parametrize("emulated", [60], indirect=True)]
-REQUESTS = 2
+pytestmark = pytest.mark.parametrize("emulated", [60], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -20,26 +18,12 @@ def runs_it(monkeypatch):
 
 
 @pytest.mark.long(sample=2)
-@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@every_heads
 def test_requests(kind, rng, heads):
-    dense_hopper.some_requests(kind, rng, REQUESTS, heads)
+    some_requests(kind, rng, 2, heads)
 
 
-@pytest.mark.long(sample=1)
-def test_blocks_that_are_not_there(kind, rng):
-    dense_hopper.blocks_that_are_not_there(kind, rng, REQUESTS)
-
-
-@pytest.mark.long(sample=1)
-def test_lengths_that_differ_by_a_thousand(kind, rng):
-    dense_hopper.lengths_that_differ_by_a_thousand(kind, rng, REQUESTS)
-
-
-@pytest.mark.long(sample=1)
-def test_a_call_again_with_other_lengths(kind, rng):
-    dense_hopper.a_call_again_with_other_lengths(kind, rng, REQUESTS)
-
-
-@pytest.mark.long(sample=1)
-def test_full_tiles_that_some_lines_see(kind, rng):
-    dense_hopper.full_tiles_that_some_lines_see(kind, rng, REQUESTS)
+@pytest.mark.long(sample=4)
+@every_batch
+def test_batches(kind, rng, check):
+    check(kind, rng, 2)

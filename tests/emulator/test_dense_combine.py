@@ -8,9 +8,6 @@ import pytest
 from .. import oracle
 from ..cases import queries, sinks
 from ..dense import check_dense, in_cache, off_zero
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.long(sample=2)

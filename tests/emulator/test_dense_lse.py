@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ..training import check_dense
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize(("h_q", "d_qk", "gap"), [(9, 512, 0), (32, 576, 3), (100, 576, 0)])

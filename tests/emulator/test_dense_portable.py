@@ -12,10 +12,8 @@ from ..cases import sinks
 from ..dense import Requests, check_dense, dense_queries, in_cache, off_zero, run_dense, some_view
 from ..kinds import gapped
 from ..ops import test_dense_decode as of_operation
-from .emulator import EmulatedGPU, needs_compiler
+from .emulator import EmulatedGPU
 from .test_portable import TILE_ROWS, mmas_of_lost, mmas_of_tile
-
-pytestmark = needs_compiler
 
 SHAPES = pytest.mark.parametrize("name", TILE_ROWS)
 FORMATS = pytest.mark.parametrize("fmt", oracle.DENSE_FORMATS, ids=lambda fmt: fmt.name)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from .. import dense_hopper
-from .emulator import needs_compiler
+from ..dense_hopper import every_batch, every_heads, some_requests
 
-pytestmark = [needs_compiler, pytest.mark.parametrize("lines", [16, 32, 64])]  # of a work item
-REQUESTS = 5
+pytestmark = pytest.mark.parametrize("lines", [16, 32, 64])  # of a work item
 
 
 @pytest.fixture(autouse=True)
@@ -17,26 +15,12 @@ def runs_it(force, lines):
 
 
 @pytest.mark.long(sample=2)
-@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@every_heads
 def test_requests(kind, rng, lines, heads):
-    dense_hopper.some_requests(kind, rng, REQUESTS, heads)
+    some_requests(kind, rng, 5, heads)
 
 
-@pytest.mark.long(sample=1)
-def test_blocks_that_are_not_there(kind, rng, lines):
-    dense_hopper.blocks_that_are_not_there(kind, rng, REQUESTS)
-
-
-@pytest.mark.long(sample=1)
-def test_lengths_that_differ_by_a_thousand(kind, rng, lines):
-    dense_hopper.lengths_that_differ_by_a_thousand(kind, rng, REQUESTS)
-
-
-@pytest.mark.long(sample=1)
-def test_a_call_again_with_other_lengths(kind, rng, lines):
-    dense_hopper.a_call_again_with_other_lengths(kind, rng, REQUESTS)
-
-
-@pytest.mark.long(sample=1)
-def test_full_tiles_that_some_lines_see(kind, rng, lines):
-    dense_hopper.full_tiles_that_some_lines_see(kind, rng, REQUESTS)
+@pytest.mark.long(sample=4)
+@every_batch
+def test_batches(kind, rng, lines, check):
+    check(kind, rng, 5)

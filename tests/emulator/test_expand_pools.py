@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ..ops import test_pools as of_operation
-from .emulator import needs_compiler
+from .again import again
 
-pytestmark = needs_compiler
-
-
-@pytest.mark.parametrize(("kpool", "n"), [(1, 5), (4, 300), (3, 0)])
-def test_lists(kind, rng, kpool, n):
-    of_operation.test_expand(kind, rng, kpool, n)
-
-
-def test_hostile_numbers(kind, rng):
-    of_operation.test_expand_hostile_numbers(kind, rng)
+test_lists = again(of_operation.test_expand, (1, 5), (4, 300), (3, 0))
+test_hostile_numbers = again(of_operation.test_expand_hostile_numbers)

@@ -7,9 +7,6 @@ import pytest
 from cupy_mla.cuda.attention.choose import VARIABLE
 
 from ..dense import check_case_of_flash_mla
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.long(sample=2)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ..forwards import check_forwards_agree
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 def test_portable(kind, emulated, rng, force):

@@ -8,9 +8,6 @@ from cupy_mla.cuda.attention.choose import VARIABLE
 
 from .. import oracle
 from ..cases import check_decode, off_zero, paged, queries, sinks, with_holes
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 KERNEL = "fp8_short_sm90"
 

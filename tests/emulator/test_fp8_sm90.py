@@ -29,9 +29,6 @@ from ..cases import (
 from ..cuda.attention import evenly
 from ..kinds import BF16
 from ..ops.test_named_formats import check_both_caches
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 KERNEL = "fp8_sm90"
 B, TOPK = 5, 390

@@ -9,9 +9,6 @@ from cupy_mla.ops.swa import compute_prefill_gather_lens
 
 from .. import oracle_v4
 from ..batches import random_queries
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize(("requests", "decodes"), [(1, 0), (5, 2), (300, 17)])

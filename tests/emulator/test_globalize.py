@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ..ops import test_context_parallel as of_operation
-from .emulator import needs_compiler
+from .again import again
 
-pytestmark = needs_compiler
-
-
-@pytest.mark.parametrize(("tokens", "width", "keys"), [(3, 2048, 5000), (9, 1, 1), (2, 3, 0)])
-def test_lists(kind, rng, tokens, width, keys):
-    of_operation.test_globalize_topk(kind, rng, tokens, width, keys, 5, 4, 64)
+test_lists = again(
+    of_operation.test_globalize_topk, (3, 2048, 5000, 5, 4, 64), (9, 1, 1, 5, 4, 64), (2, 3, 0, 5, 4, 64)
+)

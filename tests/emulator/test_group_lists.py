@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ..cases import check_prefill, check_unequal_prefill, prefill_inputs
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,7 @@ import pytest
 from ..kinds import BF16, gapped
 from ..ops import test_training as of_operation
 from ..training import FLOAT32, check, inputs, of_all_sizes, with_everything
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
+from .again import again
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
@@ -35,9 +33,5 @@ def test_quantized(kind, rng, heads, scale_format):
     check(kind, a, max_workspace_bytes=1)
 
 
-def test_predictions_that_underflow(kind, rng):
-    of_operation.check_predictions_that_underflow(kind, rng)
-
-
-def test_nothing_reaches_from_what_does_not_count(kind, rng):
-    of_operation.check_nothing_reaches(kind, rng, 64)
+test_predictions_that_underflow = again(of_operation.check_predictions_that_underflow)
+test_nothing_reaches_from_what_does_not_count = again(of_operation.check_nothing_reaches, (64,))

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ..ops import test_context_parallel as of_operation
-from .emulator import needs_compiler
+from .again import again
 
-pytestmark = needs_compiler
-
-
-@pytest.mark.parametrize(("world_size", "rank", "interleave"), [(3, 1, 5), (1024, 1023, 1 << 20)])
-def test_lengths(kind, rng, world_size, rank, interleave):
-    of_operation.test_local_seq_lens(kind, rng, world_size, rank, interleave)
-
-
-def test_longest(kind):
-    of_operation.test_longest_lengths(kind)
+test_lengths = again(of_operation.test_local_seq_lens, (3, 1, 5), (1024, 1023, 1 << 20))
+test_longest = again(of_operation.test_longest_lengths)

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ..ops import test_context_parallel as of_operation
-from .emulator import needs_compiler
+from .again import again
 
-pytestmark = needs_compiler
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(3, 2048), (5, 1023), (9, 1)])
-def test_lists(kind, rng, tokens, width):
-    of_operation.test_localize_topk(kind, rng, tokens, width, 3, 1, 5)
+test_lists = again(of_operation.test_localize_topk, (3, 2048, 3, 1, 5), (5, 1023, 3, 1, 5), (9, 1, 3, 1, 5))

@@ -17,9 +17,6 @@ from cupy_mla import (
 
 from ..ops import test_candidates as of_candidates
 from ..ops.test_logits import paged, put, ragged
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize("clean", [False, True])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from ..ops import test_training as of_operation
 from ..training import check_bits_whatever, inputs
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
+from .again import again
 
 
 def test_chunks(kind, rng):
@@ -14,5 +12,4 @@ def test_chunks(kind, rng):
     check_bits_whatever(kind, inputs(rng, 9, 12, 300, 50), (1, 70_000, 200_000))
 
 
-def test_accumulate(kind, rng):
-    of_operation.check_accumulate(kind, rng)
+test_accumulate = again(of_operation.check_accumulate)

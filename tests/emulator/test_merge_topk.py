@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 from ..ops import test_context_parallel as of_operation
-from .emulator import needs_compiler
+from .again import again
 
-pytestmark = needs_compiler
-
-
-def test_any_order(kind, rng):
-    of_operation.test_merge_topk(kind, rng, 3, 4, 50, 149)
-
-
-def test_ascending(kind, rng):
-    of_operation.test_merge_topk_of_ascending_lists(kind, rng, 8, 2, 1024, 512)
-
-
-def test_equal_logits(kind):
-    of_operation.test_merge_topk_of_a_plateau(kind)
+test_any_order = again(of_operation.test_merge_topk, (3, 4, 50, 149))
+test_ascending = again(of_operation.test_merge_topk_of_ascending_lists, (8, 2, 1024, 512))
+test_equal_logits = again(of_operation.test_merge_topk_of_a_plateau)

@@ -14,9 +14,6 @@ from ..ops.test_named_formats import (
     every_scale_format,
     scales_of_0,
 )
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.long(sample=2)

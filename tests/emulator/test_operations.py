@@ -10,10 +10,6 @@ import pytest
 from cupy_mla.ops.table import OPERATIONS, Wanted
 from cupy_mla.selfcheck.cases import Case
 
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
-
 MOST_CALLS = 10  # of an operation in a run; others in each run
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ..cases import check_unequal_prefill
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize("name", ["bf16_sm90", "bf16_few_heads_sm90"])

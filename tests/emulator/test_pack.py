@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ..ops import test_cache as of_operation
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @of_operation.every_writer

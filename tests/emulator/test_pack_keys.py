@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import product
 
 from ..ops import test_indexer as of_operation
-from ..ops import test_mxfp4 as of_mxfp4
-from .emulator import needs_compiler
+from ..ops.test_mxfp4 import test_every_bfloat16 as every_bfloat16
+from .again import again
 
-pytestmark = needs_compiler
+SIZES, SCALES = ((1, 1), (63, 3), (130, 64)), ("fp32", "ue8m0", "mxfp4")
 
-
-@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
-@pytest.mark.parametrize(("tokens", "block_size"), [(1, 1), (63, 3), (130, 64)])
-def test_bytes(kind, rng, tokens, block_size, scale_format):
-    of_operation.test_pack(kind, rng, tokens, block_size, scale_format)
-
-
-def test_infinity_and_nan(kind):
-    of_operation.test_pack_infinities_and_nan(kind)
-
-
-@pytest.mark.parametrize(("tokens", "block_size"), [(1, 1), (63, 3), (130, 64)])
-def test_mxfp4(kind, rng, tokens, block_size):
-    of_mxfp4.test_pack(kind, rng, tokens, block_size)
-
-
-def test_every_bfloat16_as_mxfp4(kind):
-    of_mxfp4.test_every_bfloat16(kind)
+test_bytes = again(of_operation.test_pack, *((*size, scales) for size, scales in product(SIZES, SCALES)))
+test_infinity_and_nan = again(of_operation.test_pack_infinities_and_nan)
+test_every_bfloat16_as_mxfp4 = again(every_bfloat16)

@@ -6,9 +6,6 @@ import pytest
 
 from ..ops import test_plain_fp8 as of_operation
 from ..ops.test_plain_fp8 import drawn_queries, every_format, every_scale  # noqa: F401 - a fixture
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @every_format

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ..ops import test_pools as of_operation
-from .emulator import needs_compiler
+from .again import again
 
-pytestmark = needs_compiler
-
-
-@pytest.mark.parametrize(("kpool", "ring"), [(1, 1), (4, 8), (3, 5)])
-def test_keys(kind, rng, kpool, ring):
-    of_operation.test_prompts_in_portions_and_decodes(kind, rng, kpool, ring)
-
-
-def test_no_ring(kind, rng):
-    of_operation.test_requests_without_a_ring_and_tokens_of_none(kind, rng)
+test_keys = again(of_operation.test_prompts_in_portions_and_decodes, (1, 1), (4, 8), (3, 5))
+test_no_ring = again(of_operation.test_requests_without_a_ring_and_tokens_of_none)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from ..ops import test_pools as of_operation
-from .emulator import needs_compiler
+from .again import again
 
-pytestmark = needs_compiler
-
-
-def test_drafted_tokens(kind, rng):
-    of_operation.test_drafted_tokens_that_are_dropped(kind, rng)
+test_drafted_tokens = again(of_operation.test_drafted_tokens_that_are_dropped)

@@ -11,43 +11,23 @@ from cupy_mla.cuda.attention.kernels import portable
 
 from .. import oracle
 from ..cases import check_decode, check_prefill, paged, prefill_inputs, queries, sinks
-from .emulator import needs_compiler
-from .test_tiles_without_rows import has_rows, has_rows_of
-
-pytestmark = needs_compiler
+from .test_tiles_without_rows import PLACES, emptied, has_rows, has_rows_of
 
 TILE_ROWS = {"portable": 32, "portable_99kb": 16}
 FIRST_TILES = 6  # of a split, which are copied before a CTA has looked for valid entries: at most
 MARKED_TILES = 1024  # of a split, behind which all tiles count
 SMS = 6  # of the emulated GPU
 SHAPES = pytest.mark.parametrize("name", TILE_ROWS)
-EVERYWHERE = pytest.mark.parametrize(
-    "where", ["begin", "first", "middle", "end", "last alone", "every second", "one", "anywhere", "all"]
-)
-
-
-def empty_tiles(rng: np.random.Generator, where: str, lists: int, tiles: int) -> np.ndarray:
-    """Of each list [lists, tiles]: which of its tiles are to have no valid entry."""
-    tile, some = np.arange(tiles), rng.integers(1, tiles + 1, (lists, 1))
-    few = rng.integers(1, FIRST_TILES + 1, (lists, 1))
-    return {
-        "begin": tile < some,
-        "first": tile < few,
-        "middle": (tile > 0) & (tile < some),
-        "end": tile >= np.where(rng.random((lists, 1)) < 0.5, some, few),
-        "last alone": (tile < tiles - 1) | (some < 0),
-        "every second": (tile + some) % 2 == 0,
-        "one": tile == some - 1,
-        "anywhere": rng.random((lists, tiles)) < 0.7,
-        "all": tile < tiles + 0 * some,
-    }[where]
+EVERYWHERE = pytest.mark.parametrize("where", [*PLACES, "the first few"])
 
 
 def empty(rng: np.random.Generator, where: str, indices: np.ndarray, rows: int) -> None:
     """Take all valid entries out of some tiles of lists [..., topk]."""
-    lists = indices.reshape(-1, indices.shape[-1])
-    tiles = empty_tiles(rng, where, len(lists), -(-lists.shape[1] // rows))
-    lists[np.repeat(tiles, rows, axis=1)[:, : lists.shape[1]]] = -1
+    if where != "the first few":
+        indices[...] = emptied(rng, where, indices, rows)
+        return
+    few = rows * rng.integers(1, FIRST_TILES + 1, (len(indices), *[1] * (indices.ndim - 1)))
+    indices[np.arange(indices.shape[-1]) < few] = -1
 
 
 def mmas_of_tile(h_q: int, d_qk: int, rows: int) -> int:

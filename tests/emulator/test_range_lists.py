@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from ..ops import test_training as of_operation
 from ..training import check_bits_whatever, inputs, over_ranges
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 def test_sizes(kind, rng):

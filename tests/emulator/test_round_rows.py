@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ..kinds import gapped
 from ..ops import test_training as of_operation
 from ..training import check, inputs, of_all_sizes
-from .emulator import needs_compiler
+from .again import again
 
-pytestmark = needs_compiler
-
-
-@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
-def test_scores_of_inference(kind, rng, scale_format):
-    of_operation.check_scores_of_inference(kind, rng, scale_format)
+test_scores_of_inference = again(of_operation.check_scores_of_inference, ("fp32",), ("ue8m0",))
 
 
 def test_rows_at_any_address(kind, rng):

@@ -7,10 +7,6 @@ import pytest
 
 from cupy_mla import paged_indexer_schedule
 
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
-
 
 @pytest.mark.parametrize("requests", [1, 5, 300])
 def test_shares(kind, rng, requests):

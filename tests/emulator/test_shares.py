@@ -8,9 +8,6 @@ from cupy_mla.cuda.attention.choose import VARIABLE
 
 from .. import oracle
 from ..cuda.attention import evenly
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.long

@@ -12,9 +12,6 @@ from tests.kinds import BF16, POISON, gapped, poisoned
 
 from ..ops import test_candidates as candidates
 from ..ops.test_logits import paged, put, ragged
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 def all_of(lens: np.ndarray, k: int) -> np.ndarray:

@@ -7,9 +7,6 @@ import pytest
 from cupy_mla.cuda.attention.kernels import bf16_grouped_sm90
 
 from ..cases import check_prefill, prefill_inputs
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize("topk", [130, 2100])

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from ..kinds import BF16
 from ..ops import test_quant as of_operation
-from .emulator import needs_compiler
+from .again import again
 
-pytestmark = needs_compiler
-
-
-@pytest.mark.parametrize(("shape", "dtype"), [((7,), BF16), ((4096,), np.dtype(np.float32)), ((2, 3, 4095), BF16)])
-def test_codes(kind, rng, shape, dtype):
-    of_operation.test_quantize(kind, rng, shape, dtype, 1e6)
-
-
-def test_memory_that_is_not_aligned(kind, rng):
-    of_operation.test_memory_that_is_not_aligned(kind, rng)
-
-
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_infinity_and_nan(kind, rng, bad):
-    of_operation.test_infinity_and_nan(kind, rng, bad)
+test_codes = again(
+    of_operation.test_quantize, ((7,), BF16, 1e6), ((4096,), np.dtype(np.float32), 1e6), ((2, 3, 4095), BF16, 1e6)
+)
+test_memory_that_is_not_aligned = again(of_operation.test_memory_that_is_not_aligned)
+test_infinity_and_nan = again(of_operation.test_infinity_and_nan, (np.inf,), (np.nan,))

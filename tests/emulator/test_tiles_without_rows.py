@@ -12,9 +12,6 @@ from cupy_mla.cuda.attention.choose import VARIABLE
 from .. import oracle
 from ..cases import LIFT, Paged, check_decode, check_prefill, lift_logits, paged, prefill_inputs, queries, sinks
 from ..cuda.attention import evenly
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 TILE_ROWS = 64
 SCALE = 0.02  # with which no row outweighs the others: few of these lists have many rows
@@ -37,16 +34,17 @@ def tiles_to_empty(rng: np.random.Generator, where: str, queries: int, tiles: in
     }[where]
 
 
-def emptied(rng: np.random.Generator, where: str, indices: np.ndarray) -> np.ndarray:
+def emptied(rng: np.random.Generator, where: str, indices: np.ndarray, rows: int = TILE_ROWS) -> np.ndarray:
     """Lists [..., topk] with tiles of entries that name no row."""
     lists = indices.reshape(-1, indices.shape[-1])
-    tiles = tiles_to_empty(rng, where, len(lists), -(-lists.shape[1] // TILE_ROWS))
-    empty = np.repeat(tiles, TILE_ROWS, axis=1)[:, : lists.shape[1]]
+    tiles = tiles_to_empty(rng, where, len(lists), -(-lists.shape[1] // rows))
+    empty = np.repeat(tiles, rows, axis=1)[:, : lists.shape[1]]
     nothing = rng.choice([-1, 2**31 - 1], lists.shape) if where == "anywhere" else -1
     return np.where(empty, nothing, lists).reshape(indices.shape).astype(np.int32)
 
 
 WHERE = ["anywhere", "behind", "between the ends", "but for the last", "but for one query"]
+PLACES = [*WHERE, "every second", "a run", "all"]
 everywhere = pytest.mark.parametrize("where", WHERE)
 
 
@@ -79,18 +77,6 @@ def test_more_queries_than_sms(kind, emulated, rng, force, name, where):
     lift_logits(q, kv, SCALE)
     check_prefill(kind, q, kv, emptied(rng, where, indices), SCALE, sinks(rng, 5) + LIFT)
     assert emulated.launched == {name}
-
-
-@pytest.mark.long(sample=2)
-@everywhere
-@pytest.mark.parametrize("layout", oracle.FORMATS, ids=lambda fmt: fmt.name)
-def test_layouts_of_portable(kind, emulated, rng, monkeypatch, layout, where):
-    """Both shapes, more queries than SMs."""
-    monkeypatch.setenv(VARIABLE, str(rng.choice(["portable", "portable_99kb"])))
-    topk, h_q = int(rng.choice([130, 500])), int(rng.integers(1, 9))
-    main = paged(rng, layout, 15, 1, topk, 64)
-    main.indices = emptied(rng, where, main.indices)
-    check_decode(kind, layout, queries(rng, 15, 1, h_q, layout.d_qk), main)
 
 
 @pytest.mark.long
@@ -134,7 +120,7 @@ def test_tiles_without_a_valid_entry_are_not_multiplied(kind, emulated, rng, mon
     assert products[1] <= products[0] * (multiplied + more) / 32, (products, left)
 
 
-all_places = pytest.mark.parametrize("where", [*WHERE, "every second", "a run", "all"])
+all_places = pytest.mark.parametrize("where", PLACES)
 
 
 def has_rows(indices: np.ndarray, slots: int, rows: int = TILE_ROWS, length: np.ndarray | None = None) -> np.ndarray:

@@ -10,9 +10,6 @@ from cupy_mla.cuda import driver
 from cupy_mla.cuda.topk import MOST_ORDERED, choose
 
 from ..ops.test_topk import ADVERSARIAL, KS, adversarial, by_sort
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
 
 
 @pytest.mark.long(sample=2)

@@ -8,9 +8,7 @@ import pytest
 from .. import oracle
 from ..ops import test_mxfp4 as of_mxfp4
 from ..ops import test_unpack as of_operation
-from .emulator import needs_compiler
-
-pytestmark = needs_compiler
+from .again import again
 
 
 @of_operation.every_format
@@ -24,10 +22,5 @@ def test_every_code_and_every_scale(kind, rng, fmt) -> None:
     of_operation.test_every_code_and_every_scale(kind, rng, fmt)
 
 
-def test_no_blocks(kind) -> None:
-    of_operation.test_no_rows(kind)
-
-
-@pytest.mark.parametrize("block_size", [1, 64])
-def test_mxfp4(kind, rng, block_size: int) -> None:
-    of_mxfp4.test_unpack_rows(kind, rng, block_size)
+test_no_blocks = again(of_operation.test_no_rows)
+test_mxfp4 = again(of_mxfp4.test_unpack_rows, (1,), (64,))

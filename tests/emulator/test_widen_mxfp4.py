@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ..ops import test_mxfp4 as of_operation
-from .emulator import needs_compiler
+from .again import again
 
-pytestmark = needs_compiler
-
-
-@pytest.mark.parametrize("shape", [(33,), (5, 24)])
-def test_rows(kind, rng, shape):
-    of_operation.test_widen(kind, rng, shape)
+test_rows = again(of_operation.test_widen, ((33,),), ((5, 24),))

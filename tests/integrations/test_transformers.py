@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,21 +37,25 @@ CONFIGS = {
 }  # fmt: skip
 
 
+def two_models(config: Any, device: str, dtype: str = "bfloat16") -> tuple[Any, Any]:
+    """One of this dtype, and the same in float32."""
+    model, exact = (
+        AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=d, attn_implementation="eager").to(device)
+        for d in (getattr(torch, dtype), torch.float32)
+    )
+    for layer in model.model.layers if hasattr(model.model.layers[0].self_attn, "sinks") else ():
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    exact.load_state_dict(model.state_dict())
+    return tuple(each.eval().requires_grad_(False) for each in (model, exact))
+
+
 def world_of(kind: str, device: str, rng: np.random.Generator) -> SimpleNamespace:
     """A model in bfloat16, the same in float32, and random tokens."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch has no CUDA")
     torch.manual_seed(int(rng.integers(2**31)))
-    config = CONFIGS[kind]()
-    model, exact = (
-        AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=d, attn_implementation="eager")
-        .to(device)
-        .eval()
-        .requires_grad_(False)
-        for d in (torch.bfloat16, torch.float32)
-    )
-    exact.load_state_dict(model.state_dict())
-    tokens = torch.randint(config.vocab_size, (2, 41), device=device)
+    model, exact = two_models(CONFIGS[kind](), device)
+    tokens = torch.randint(model.config.vocab_size, (2, 41), device=device)
     table = torch.randperm(BLOCKS)[: 2 * 9].view(2, 9).to(device)
     return SimpleNamespace(model=model, exact=exact, tokens=tokens, table=table)
 

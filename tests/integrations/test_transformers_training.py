@@ -3,7 +3,6 @@ same rows: gradients of every parameter, and what the indexers learn."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ pytest.importorskip("transformers", "5.17", reason="transformers 5.17 or later i
 
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from transformers import (  # noqa: E402
-    AutoModelForCausalLM,
     DeepseekV4Config,
     DeepseekV32Config,
     DynamicCache,
@@ -31,7 +29,7 @@ from cupy_mla.integrations.transformers import (  # noqa: E402
     recorded_rows,
     sparse_attention,
 )
-from tests.integrations.test_transformers import SIZES, relative  # noqa: E402
+from tests.integrations.test_transformers import SIZES, relative, two_models  # noqa: E402
 
 TOPK = SIZES["index_topk"]
 KINDS = ["compressed_sparse_attention", "sliding_attention", "heavily_compressed_attention"]
@@ -80,14 +78,7 @@ def world_of(name: str, device: str, rng: np.random.Generator, dtype: str = "flo
     config = CONFIGS[name]()
     for key, value in more.items():
         setattr(config, key, value)
-    model, exact = (
-        AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=d, attn_implementation="eager").to(device).train()
-        for d in (getattr(torch, dtype), torch.float32)
-    )
-    if name == "v4":
-        for layer in model.model.layers:
-            torch.nn.init.normal_(layer.self_attn.sinks)
-    exact.load_state_dict(model.state_dict())
+    model, exact = (each.train().requires_grad_() for each in two_models(config, device, dtype))
     tokens = torch.randint(config.vocab_size, (2, LENGTH[name]), device=device)
     return SimpleNamespace(name=name, model=model, exact=exact, tokens=tokens, rows={})
 

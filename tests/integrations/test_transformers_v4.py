@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DeepseekV4Config, DynamicCache  #
 
 import cupy_mla  # noqa: E402
 from cupy_mla.integrations.transformers import PagedV4Cache, sparse_attention  # noqa: E402
-from tests.integrations.test_transformers import recall, relative  # noqa: E402
+from tests.integrations.test_transformers import recall, relative, two_models  # noqa: E402
 
 BOUND = 0.08  # ||ours - float32|| / ||float32||: bfloat16 throughout, and e4m3 rows (3 mantissa bits)
 TOPK, LENGTH = 8, 160
@@ -43,15 +43,7 @@ def world_of(kind: str, device: str, rng: np.random.Generator) -> SimpleNamespac
         index_topk=TOPK, hc_mult=2, mlp_layer_types=["moe"], moe_intermediate_size=64, n_routed_experts=2,
         num_experts_per_tok=2, initializer_range=0.08,
     )  # fmt: skip
-    model, exact = (
-        AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=d, attn_implementation="eager")
-        .to(device)
-        .eval()
-        .requires_grad_(False)
-        for d in (torch.bfloat16, torch.float32)
-    )
-    torch.nn.init.normal_(model.model.layers[0].self_attn.sinks)
-    exact.load_state_dict(model.state_dict())
+    model, exact = two_models(config, device)
     tokens = torch.randint(config.vocab_size, (2, LENGTH), device=device)
     return SimpleNamespace(model=model, exact=exact, tokens=tokens, device=device)
 

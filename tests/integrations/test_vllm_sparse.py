@@ -34,6 +34,15 @@ def spread(cache: torch.Tensor, gap: int) -> torch.Tensor:
     return whole[:, :size]
 
 
+def given(step: Step, layout: str, rope: bool, pair: bool) -> tuple[Any, torch.Tensor]:
+    """The query, whole or in two parts, and the cache, of a model with RoPE or without."""
+    q, rows = as_torch(step.q), as_torch(step.caches[layout])
+    width = 576 if rope else 512
+    if layout == "bf16":
+        rows = rows[..., :width].contiguous()
+    return (q[..., :512], q[..., 512:width].clone()) if pair else q[..., :width].contiguous(), rows
+
+
 def metadata(step: Step, num_decode_tokens: int) -> SimpleNamespace:
     batch = step.batch
     requests = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start_loc))
@@ -187,18 +196,10 @@ def test_attention(adapter, rng, rope: bool, cache: str, query_lens: list[int], 
     """Against float64 attention over the chosen rows, with and without rows of other layers between blocks."""
     step = make_step(rng, 12, query_lens, rope=rope)
     cache_type, layout = CACHES[cache]
-    rows = as_torch(step.caches[layout])
-    if not rope and cache == "bf16":
-        rows = rows[..., :512].contiguous()
-    q = as_torch(step.q)
-    nope, pe = q[..., :512], q[..., 512:].clone()
-    if not rope:
-        q, pe = nope, pe[..., :0]
+    q, rows = given(step, layout, rope, pair)
     impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64 if rope else 0, as_torch(step.topk_indices))
     decodes = len(step.q) if max(query_lens) == 1 else 0
-    got, lse = impl.forward_mqa(
-        (nope, pe) if pair else q.contiguous(), spread(rows, gap), metadata(step, decodes), None
-    )
+    got, lse = impl.forward_mqa(q, spread(rows, gap), metadata(step, decodes), None)
     assert lse is None
     assert_result(got.float().numpy(), step.want)
     assert impl.supports_dense_mha_prefill == (rope or cache == "bf16")
@@ -246,20 +247,14 @@ def test_short_contexts(adapter, rng, rope: bool, cache: str, longest: int, pair
     dense = adapter.short.dense_decodes_of(built)
     assert (dense is not None) == (longest <= TOPK)
     cache_type, layout = CACHES[cache]
-    rows = as_torch(step.caches[layout])
-    if not rope and cache == "bf16":
-        rows = rows[..., :512].contiguous()
     lists = as_torch(step.topk_indices)
-    q = as_torch(step.q)
-    nope, pe = q[..., :512], q[..., 512:].clone()
-    if not rope:
-        q, pe = nope, pe[..., :0]
+    q, rows = given(step, layout, rope, pair)
     if dense is None:
         built = metadata(step, 3)
     else:
         lists.fill_(HOSTILE)
     impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64 if rope else 0, lists)
-    got, lse = impl.forward_mqa((nope, pe) if pair else q.contiguous(), spread(rows, 3), built, None)
+    got, lse = impl.forward_mqa(q, spread(rows, 3), built, None)
     assert lse is None
     assert_result(got.float().numpy(), step.want)
 

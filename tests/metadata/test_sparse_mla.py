@@ -150,23 +150,21 @@ def test_buffers_stay_where_they_are(kind, rng) -> None:
     builder = SparseMLAMetadataBuilder(config(), place_of(kind))
     large = batch_of(rng, [1] * 4 + [7] * 8, [30] * 12, 5)
     small = batch_of(rng, [1, 3], [9, 12], 2)
-    buffers = builder._buffers.arrays
-    addresses = {name: describe(name, array).ptr for name, array in buffers.items()}
-    first = builder.build(large)
-    assert describe("x", first.slot_mapping).ptr == addresses["slot_mapping"]
-    second = builder.build(small)
-    for name in ("query_start_loc", "slot_mapping", "block_table", "req_id_per_token"):
-        assert describe(name, getattr(second, name)).ptr == addresses[name] == describe(name, getattr(first, name)).ptr
-    decode, prefill = second.fp8_extra_metadata.decode, second.fp8_extra_metadata.prefill
-    assert describe("x", decode.seq_lens).ptr == addresses["seq_lens"]
-    assert describe("x", prefill.request_ids).ptr == addresses["prefill_request_ids"]
-    assert describe("x", prefill.chunks[0].workspace_starts).ptr == addresses["prefill_workspace_starts"]
-    np.testing.assert_array_equal(kind.take(buffers["req_id_per_token"]), [0, 1, 1, 1] + [0] * 56)
-    assert (kind.take(buffers["slot_mapping"])[4:] == -1).all()
-    np.testing.assert_array_equal(kind.take(buffers["query_start_loc"]), [0, 1] + [4] * 11)
-    np.testing.assert_array_equal(kind.take(buffers["seq_lens"]), [9, 12] + [0] * 10)
-    np.testing.assert_array_equal(kind.take(buffers["prefill_request_ids"]), [-1, 0, 0, 0] + [-1] * 56)
-    assert (kind.take(second.block_table)[:, 2:] == -1).all()
+    first, addresses = builder.build(large), []
+    for built in (first, builder.build(small)):
+        arrays = [built.query_start_loc, built.slot_mapping, built.block_table, built.req_id_per_token]
+        decode, prefill = built.fp8_extra_metadata.decode, built.fp8_extra_metadata.prefill
+        arrays += [decode.seq_lens, prefill.request_ids, prefill.chunks[0].workspace_starts]
+        addresses.append([describe("array", array).ptr for array in arrays])
+    assert addresses[0] == addresses[1]
+    decode, prefill = first.fp8_extra_metadata.decode, first.fp8_extra_metadata.prefill  # where the second's lie now
+    np.testing.assert_array_equal(kind.take(first.req_id_per_token), [0, 1, 1, 1] + [0] * 56)
+    assert (kind.take(first.slot_mapping)[4:] == -1).all()
+    np.testing.assert_array_equal(kind.take(first.query_start_loc), [0, 1] + [4] * 11)
+    np.testing.assert_array_equal(kind.take(decode.seq_lens), [9, 12, 0, 0])
+    assert not kind.take(prefill.seq_lens).any()
+    np.testing.assert_array_equal(kind.take(prefill.request_ids), [-1, 0, 0, 0] + [-1] * 56)
+    assert (kind.take(first.block_table)[:2, 2:] == -1).all()
 
 
 def test_padding_requests_without_tokens(kind, rng) -> None:
@@ -217,13 +215,8 @@ def test_lengths_that_the_device_has(kind, rng) -> None:
 def test_compressed_lengths_that_the_device_has(kind, rng) -> None:
     v4 = {"d_qk": 512, "cache_layout": "v4_fp8", "compress_ratio": 4}
     builder = SparseMLAMetadataBuilder(config(**v4), place_of(kind))
-    positions = np.arange(6, dtype=np.int64)
-    batch = batch_of(rng, [1, 5], [20, 30])
-    built = builder.build(
-        batch, seq_lens=kind.put(np.array([7, 29], np.int32)), positions=kind.put(positions)
-    )  # fmt: skip
+    built = builder.build(batch_of(rng, [1, 5], [20, 30]), seq_lens=kind.put(np.array([7, 29], np.int32)))
     np.testing.assert_array_equal(kind.take(built.compressed_seq_lens), [1, 7])
-    np.testing.assert_array_equal(kind.take(builder._buffers.arrays["positions"])[:6], positions)
 
 
 def test_no_requests(kind, rng) -> None:
@@ -235,8 +228,11 @@ def test_no_requests(kind, rng) -> None:
 
 def test_hostile_batches_change_nothing(kind, rng) -> None:
     builder = SparseMLAMetadataBuilder(config(), place_of(kind), num_blocks=1000)
-    builder.build(batch_of(rng, [1, 3], [9, 12]))
-    before = {name: kind.take(array).copy() for name, array in builder._buffers.arrays.items()}
+    built = builder.build(batch_of(rng, [1, 3], [9, 12]))
+    extra = built.fp8_extra_metadata
+    arrays = [built.query_start_loc, built.slot_mapping, built.block_table, built.req_id_per_token,
+              extra.decode.seq_lens, extra.prefill.seq_lens, extra.prefill.request_ids]  # fmt: skip
+    before = [kind.take(array).tobytes() for array in arrays]
     beyond = batch_of(rng, [1, 3], [9, 12])
     beyond.slot_mapping[2] = 8000
     for batch, message in (
@@ -248,8 +244,7 @@ def test_hostile_batches_change_nothing(kind, rng) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             builder.build(batch)
-    for name, array in builder._buffers.arrays.items():
-        np.testing.assert_array_equal(kind.take(array), before[name])
+    assert [kind.take(array).tobytes() for array in arrays] == before
 
 
 @pytest.mark.gpu

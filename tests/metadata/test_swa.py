@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -194,8 +196,8 @@ def test_buffers_stay_where_they_are(kind, rng) -> None:
     second = builder.build(batch_of(rng, [1, 3], [9, 12], 4))
     for name in names:
         assert describe(name, getattr(first, name)).ptr == describe(name, getattr(second, name)).ptr
-    assert (kind.take(builder._decode_lens)[1:] == 0).all()
-    assert not kind.take(builder._buffers.arrays["is_valid_token"])[4:].any()
+    assert (kind.take(first.decode_swa_lens)[1:] == 0).all()  # where the second's lie now
+    assert not kind.take(first.is_valid_token)[4:].any()
 
 
 def test_hostile_batches(rng) -> None:
@@ -282,5 +284,14 @@ def test_compressed_buffers_stay_where_they_are(kind, rng) -> None:
     for name in ("slot_mapping", "compressed_seq_lens", "c128a_decode_topk_lens", "c128a_prefill_topk_indices",
                  "c128a_global_decode_topk_indices"):  # fmt: skip
         assert describe(name, getattr(first, name)).ptr == describe(name, getattr(second, name)).ptr
-    assert (kind.take(builder._compressed._lens)[1:] == 0).all()
-    assert (kind.take(builder._compressed._slots)[4:] == -1).all()
+    assert (kind.take(first.c128a_decode_topk_lens)[1:] == 0).all()  # where the second's lie now
+    assert (kind.take(first.slot_mapping)[4:] == -1).all()
+
+
+def test_c128a_lists_of_positions_that_the_device_has(kind, rng) -> None:
+    given, settings = batch_of(rng, [1, 7], [299, 260], 128), config(compress_ratio=128, block_size=128)
+    want = SparseMLAMetadataBuilder(settings).build(given)
+    others = replace(given, positions=np.zeros_like(given.positions))
+    built = SparseMLAMetadataBuilder(settings, place_of(kind)).build(others, positions=kind.put(given.positions))
+    for name in ("c128a_global_decode_topk_indices", "c128a_decode_topk_lens", "c128a_prefill_topk_indices"):
+        np.testing.assert_array_equal(kind.take(getattr(built, name)), getattr(want, name))

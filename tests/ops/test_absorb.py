@@ -64,10 +64,8 @@ def test_fp8_weights(kind, rng, linear_order: bool, dtype: np.dtype, heads: int,
     width = heads * (d_nope + d_v)
     weight = rng.standard_normal((LATENT, width)).astype(E4M3)
     scales = rng.uniform(1e-3, 2, (4, -(-width // 128))).astype(np.float32)
-    want = np.empty((LATENT, width))
-    for i, j in np.ndindex(want.shape):
-        want[i, j] = np.float32(weight[i, j]) * scales[i // 128, j // 128]
-    want = want.astype(np.float32).astype(BF16).reshape(LATENT, heads, d_nope + d_v)
+    of_value = scales[np.arange(LATENT)[:, None] // 128, np.arange(width) // 128]
+    want = (weight.astype(np.float32) * of_value).astype(BF16).reshape(LATENT, heads, d_nope + d_v)
     given = weight.view(dtype)
     if linear_order:  # the strides of `linear.weight.T`
         given, scales = (np.ascontiguousarray(a.T).T for a in (given, scales))

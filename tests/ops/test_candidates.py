@@ -12,7 +12,6 @@ from cupy_mla import (
     select_candidate_rows,
     select_rows,
     select_rows_paged,
-    set_checks,
     topk_indices,
 )
 from tests import indexers, oracle_indexer, oracle_mxfp4
@@ -124,6 +123,7 @@ CANDIDATES = [(1, 32, 64, 12), (9, 64, 16, 3), (5, 8, 1, 1), (140, 24, 15, 7), (
 @pytest.mark.parametrize("token_bytes", [FP8, MXFP4])
 @pytest.mark.parametrize(("tokens", "heads", "block_size", "blocks"), CANDIDATES)
 def test_candidate_logits(kind, rng, tokens: int, heads: int, block_size: int, blocks: int, token_bytes: int) -> None:
+    tokens = tokens if kind.on_gpu else min(tokens, 20)  # more than that are for many CTAs
     for exact in (False, True):
         inputs = candidates_of(rng, tokens, heads, block_size, blocks, exact, token_bytes)
         expected = oracle_mxfp4.candidate_logits(**of_oracle(inputs))
@@ -219,32 +219,3 @@ def test_candidates_of_a_layer_serve_the_next(kind, rng, token_bytes: int) -> No
         req_id=kind.put(np.array([0, 0, 1, 1], np.int32)), k=20, **there,
     )  # fmt: skip
     np.testing.assert_array_equal(kind.take(got), want)
-
-
-def test_errors(rng) -> None:
-    good = candidates_of(rng, 3, 16, 8, 4, True, MXFP4)
-    for change, error, message in (
-        ({"q8": np.zeros((3, 12, 128), np.uint8)}, ValueError, r"q8: expected shape \[T, 8 or 16"),
-        ({"q8": np.zeros((3, 16, 129), np.uint8)[..., :128]}, ValueError, "q8: rows must start at multiples of 16"),
-        ({"kv_cache": np.zeros((2, 8, 64), np.uint8)}, ValueError, "kv_cache: expected a paged cache"),
-        ({"w": np.zeros((3, 8), np.float32)}, ValueError, r"w: expected shape \[3, 16\]"),
-        ({"candidates": np.zeros((2, 4), np.int32)}, ValueError, r"candidates: expected shape \[3, C\]"),
-        ({"lens": np.zeros(3, np.int64)}, TypeError, "lens: expected dtype int32"),
-        ({"req_id": np.zeros(2, np.int32)}, ValueError, r"req_id: expected shape \[3\]"),
-    ):
-        with pytest.raises(error, match=message):
-            candidate_logits(**{**good, **change})
-        with pytest.raises(error, match=message):
-            select_candidate_rows(**{**good, **change}, k=3)
-    with pytest.raises(ValueError, match="k must be"):
-        select_candidate_rows(**good, k=0)
-    with pytest.raises(ValueError, match="count must be"):
-        candidate_blocks(np.zeros((2, 9), np.float32), 4097)
-    with pytest.raises(TypeError, match="logits: expected dtype float32"):
-        candidate_blocks(np.zeros((2, 9), np.float64), 4)
-    of_rows = ragged(rng, 7, 90, 16)
-    with pytest.raises(ValueError, match=r"blocks: expected shape \[7, C\]"):
-        select_rows(**of_rows, k=3, blocks=np.zeros((6, 2), np.int32))
-    good["req_id"][1] = 3
-    with set_checks(True), pytest.raises(IndexError, match="req_id"):
-        candidate_logits(**good)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -13,8 +15,7 @@ from cupy_mla.ops.compressed import (
 from tests import oracle_indices, oracle_v4
 from tests.batches import queries, random_queries, table_for
 from tests.kinds import gapped
-from tests.ops.test_indices import hostile
-from tests.ops.test_swa import BLOCK_SIZES, behind, lists_for
+from tests.lists import BLOCK_SIZES, behind, check_lists, hostile, lists_for
 
 # --- compute_global_topk_indices_and_lens ---------------------------------------------------------------------
 
@@ -32,17 +33,8 @@ def test_global_topk(kind, rng, block_size: int, tokens: int, k: int) -> None:
         token_to_req, table, chosen, block_size, stride=stride
     )
     inputs = [kind.put(a) for a in (gapped(chosen, 0, 1), token_to_req, gapped(table, 0, 1))]
-    out, lens, whole = lists_for(kind, tokens, k, 4)
-    inputs += [block_size, kind.put(valid)]
-    got = compute_global_topk_indices_and_lens(*inputs, block_stride_rows=stride, out=out, lens=lens)
-    assert got[0] is out
-    assert got[1] is lens
-    for slots, valid_counts in (got, compute_global_topk_indices_and_lens(*inputs, block_stride_rows=stride)):
-        assert kind.is_mine(slots)
-        np.testing.assert_array_equal(kind.take(slots), want)
-        np.testing.assert_array_equal(kind.take(valid_counts), np.where(valid, counts, 0))
-    if tokens:
-        assert (behind(kind, whole, (tokens, k), 4) == -1).all(), "memory between the rows was written"
+    call = partial(compute_global_topk_indices_and_lens, *inputs, block_size, kind.put(valid), block_stride_rows=stride)
+    check_lists(kind, call, want, np.where(valid, counts, 0), 4)
 
 
 # --- get_compressed_slot_mapping ------------------------------------------------------------------------------
@@ -180,54 +172,3 @@ def test_c128a_nothing(kind, rng) -> None:
     none = np.zeros(0, np.int64)
     table = np.zeros((2, 3), np.int32)
     check_c128a(kind, none, 128, 0, none.astype(np.int32), table, 2, none, (4, 4), 4)
-
-
-# --- errors ---------------------------------------------------------------------------------------------------
-
-
-def test_errors() -> None:
-    def i32(*shape: int) -> np.ndarray:
-        return np.zeros(shape, np.int32)
-
-    i64 = np.zeros(5, np.int64)
-    topk = {
-        "topk_indices": i32(5, 8), "token_to_req": i32(5), "block_table": i32(2, 4), "block_size": 16,
-        "is_valid_token": np.ones(5, bool),
-    }  # fmt: skip
-    slots = {
-        "num_tokens": 5, "query_start_loc": i32(3), "seq_lens": i32(2), "block_table": i32(2, 4), "block_size": 16,
-        "compress_ratio": 4,
-    }  # fmt: skip
-    c128a = {
-        "positions": i64, "compress_ratio": 128, "num_decode_tokens": 2, "token_to_req": i32(5),
-        "block_table": i32(2, 4), "block_size": 2, "slot_mapping": i64, "decode_indices": i32(2, 8),
-        "decode_lens": i32(2), "prefill_indices": i32(3, 8), "max_compressed_tokens": 8,
-    }  # fmt: skip
-    global_topk, build_c128a = compute_global_topk_indices_and_lens, build_c128a_topk_metadata
-    cases = [
-        (global_topk, topk, {"block_size": 0}, ValueError, "block_size must be >= 1"),
-        (global_topk, topk, {"token_to_req": i64}, TypeError, "token_to_req: expected dtype"),
-        (global_topk, topk, {"is_valid_token": None}, TypeError, "is_valid_token: expected"),
-        (global_topk, topk, {"block_stride_rows": 15}, ValueError, "block_stride_rows must be in 16"),
-        (global_topk, topk, {"out": i32(5, 7)}, ValueError, r"out: expected shape \[5, 8\]"),
-        (get_compressed_slot_mapping, slots, {"compress_ratio": 0}, ValueError, "compress_ratio must be >= 1"),
-        (get_compressed_slot_mapping, slots, {"slot_mapping": i64[:4]}, ValueError, "slot_mapping: expected at least"),
-        (get_compressed_slot_mapping, slots, {"slot_mapping": i32(5)}, TypeError, "slot_mapping: expected dtype int64"),
-        (get_compressed_slot_mapping, slots, {"dcp_world_size": 0}, ValueError, "dcp_world_size must be in 1"),
-        (get_compressed_slot_mapping, slots, {"dcp_world_size": 2, "dcp_rank": 2}, ValueError, "dcp_rank must be in 0"),
-        (get_compressed_slot_mapping, slots, {"cp_interleave": 0}, ValueError, "cp_interleave must be in 1"),
-        (get_compressed_slot_mapping, slots, {"dcp_world_size": 2, "cp_interleave": 3}, ValueError,
-         "block_size: expected a multiple of cp_interleave 3, got 16"),
-        (get_compressed_slot_mapping, slots, {"num_tokens": -1}, ValueError, "num_tokens must be >= 0"),
-        (get_compressed_slot_mapping, slots, {"out": i64[:4]}, ValueError, "out: expected at least num_tokens = 5"),
-        (get_compressed_slot_mapping, slots, {"out": i32(5)}, TypeError, "out: expected dtype int64"),
-        (get_compressed_slot_mapping, slots, {"seq_lens": i32(3)}, ValueError, r"seq_lens: expected shape \[2\]"),
-        (build_c128a, c128a, {"num_decode_tokens": 6}, ValueError, r"num_decode_tokens must be in 0\.\.5"),
-        (build_c128a, c128a, {"max_compressed_tokens": 9}, ValueError, "decode_indices: expected at least"),
-        (build_c128a, c128a, {"prefill_indices": i32(2, 8)}, ValueError, "at least 3 rows of 8, got"),
-        (build_c128a, c128a, {"positions": i32(5)}, TypeError, "positions: expected dtype int64"),
-        (build_c128a, c128a, {"decode_lens": i32(3)}, ValueError, r"decode_lens: expected shape \[2\]"),
-    ]  # fmt: skip
-    for function, good, change, error, message in cases:
-        with pytest.raises(error, match=message):
-            function(**{**good, **change})

@@ -22,7 +22,7 @@ from ..dense import (
     off_zero,
     run_dense,
 )
-from ..kinds import BF16, E4M3, NumPy, gapped, make, poisoned
+from ..kinds import E4M3, gapped, make, poisoned
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -53,7 +53,7 @@ def test_generated(kind, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), "seed"))
     fmt = BY_NAME[draw(*BY_NAME)]
     s_q, h_q = draw(1, 2, 3, 8), draw(*HEADS)
-    lens = data.draw(st.lists(st.integers(-2, 200), min_size=1, max_size=4), "lengths")
+    lens = data.draw(st.lists(st.integers(-2, 140), min_size=1, max_size=3), "lengths")
     sees = Sees(draw(True, False), draw(None, None, 1, 17, 64))
     of = in_cache(rng, fmt, lens, draw(1, 3, 16, 64, 256), s_q, sees, gap=draw(0, 1, 5))
     sink = sinks(rng, h_q) if draw(False, True) else None
@@ -62,7 +62,7 @@ def test_generated(kind, data):
     check_dense(kind, fmt, q, of, sink=sink, num_splits=draw(None, 1, 2, 5, 40), out_gaps=gaps)
 
 
-@pytest.mark.long(sample=32)
+@pytest.mark.long(sample=18)
 @every_format
 @every_view
 def test_queries_of_a_request_see_rows_of_their_own(kind, rng, fmt, sees):
@@ -77,11 +77,11 @@ def test_queries_of_a_request_see_rows_of_their_own(kind, rng, fmt, sees):
     assert (np.isposinf(lse).all(axis=1) == nothing).all()
 
 
-@pytest.mark.long(sample=8)
+@pytest.mark.long(sample=4)
 @every_format
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
 def test_lengths_that_differ_by_a_thousand(kind, rng, fmt, num_splits):
-    of = in_cache(rng, fmt, [1, 2000, 2, 0, 40], 64, 2)
+    of = in_cache(rng, fmt, [1, 1100, 2, 0, 40], 64, 2)
     check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, 5, 2, 20), of), of, num_splits=num_splits)
 
 
@@ -90,9 +90,9 @@ def test_lengths_that_differ_by_a_thousand(kind, rng, fmt, num_splits):
 @pytest.mark.parametrize("sees", [Sees(), Sees(False), Sees(True, 50)], ids=str)
 def test_lengths_beyond_the_table_and_below_zero(kind, rng, fmt, sees):
     """The table's rows are all there are; what a window and a query see is counted from the length."""
-    of = in_cache(rng, fmt, [128, 128, 128, 128, 128], 64, 2, Sees(False))
+    of = in_cache(rng, fmt, [64, 64, 64, 64, 64], 32, 2, Sees(False))
     of.table = np.ascontiguousarray(of.table[:, :2])
-    of.lens[:] = 129, 150, 2**31 - 1, -1, -(2**31)
+    of.lens[:] = 65, 80, 2**31 - 1, -1, -(2**31)
     of.sees = sees
     out, lse = check_dense(kind, fmt, dense_queries(rng, fmt, 5, 2, 8), of, num_splits=2)
     assert not out[3:].astype(np.float32).any()
@@ -299,84 +299,7 @@ def test_in_a_captured_graph(rng, fmt):
         assert_dense((kind.take(out), kind.take(lse)), dense_oracle(fmt, q, requests, sm_scale=0.04))
 
 
-# --- hostile inputs -------------------------------------------------------------------------------------------
-
-
-def arguments(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    return {
-        "q": queries(rng, 2, 1, 4, 576),
-        "k_cache": paged_rows(rng, oracle.V32, 3, 4, np.arange(12)),
-        "block_table": np.zeros((2, 5), np.int32),
-        "seq_lens": np.full(2, 5, np.int32),
-        "attn_sink": np.zeros(4, np.float32),
-    }
-
-
-HOSTILE = {
-    "q is no array": ("q", lambda a: a.tolist(), TypeError),
-    "q is None": ("q", lambda a: None, TypeError),
-    "q is float32": ("q", lambda a: a.astype(np.float32), TypeError),
-    "q has three axes": ("q", lambda a: a[0], ValueError),
-    "q has 129 heads": ("q", lambda a: np.zeros((2, 1, 129, 576), BF16), ValueError),
-    "q has gaps in its rows": ("q", lambda a: np.zeros((2, 1, 4, 1152), BF16)[..., ::2], ValueError),
-    "k_cache holds rows of other width": ("k_cache", lambda a: np.zeros((3, 4, 512), BF16), ValueError),
-    "k_cache is of the other layout": ("k_cache", lambda a: np.zeros((3, 4, 584), np.uint8), ValueError),
-    "k_cache has two axes": ("k_cache", lambda a: a[0], ValueError),
-    "k_cache has blocks of no tokens": ("k_cache", lambda a: a[:, :0], ValueError),
-    "block_table is None": ("block_table", lambda a: None, TypeError),
-    "block_table is int64": ("block_table", lambda a: a.astype(np.int64), TypeError),
-    "block_table has other requests": ("block_table", lambda a: a[:1], ValueError),
-    "block_table has one axis": ("block_table", lambda a: a[0], ValueError),
-    "block_table has gaps": ("block_table", lambda a: np.zeros((2, 10), np.int32)[:, ::2], ValueError),
-    "seq_lens is None": ("seq_lens", lambda a: None, TypeError),
-    "seq_lens is int64": ("seq_lens", lambda a: a.astype(np.int64), TypeError),
-    "seq_lens has other requests": ("seq_lens", lambda a: a[:1], ValueError),
-    "seq_lens is of queries": ("seq_lens", lambda a: a[:, None], ValueError),
-    "seq_lens has gaps": ("seq_lens", lambda a: np.zeros(4, np.int32)[::2], ValueError),
-    "attn_sink is float64": ("attn_sink", lambda a: a.astype(np.float64), TypeError),
-    "attn_sink has other heads": ("attn_sink", lambda a: a[:3], ValueError),
-    "window of no row": ("window", lambda a: 0, ValueError),
-    "window below zero": ("window", lambda a: -1, ValueError),
-    "window is a float": ("window", lambda a: 4.0, TypeError),
-    "window is True": ("window", lambda a: True, TypeError),
-    "causal is a number": ("causal", lambda a: 1, TypeError),
-    "causal is None": ("causal", lambda a: None, TypeError),
-    "batch_invariant is None": ("batch_invariant", lambda a: None, TypeError),
-    "no splits": ("num_splits", lambda a: 0, ValueError),
-    "too many splits": ("num_splits", lambda a: 1025, ValueError),
-    "splits as text": ("num_splits", lambda a: "4", TypeError),
-    "sm_scale is nan": ("sm_scale", lambda a: float("nan"), ValueError),
-    "out is float32": ("out", lambda a: np.zeros((2, 1, 4, 512), np.float32), TypeError),
-    "lse has other axes": ("lse", lambda a: np.zeros((2, 1, 4), np.float32), ValueError),
-}
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_refuses(kind: NumPy, rng, case):
-    name, spoil, error = HOSTILE[case]
-    out = Output(kind, (2, 1, 4, 512), (0, 0, 0, 0))
-    given = arguments(rng) | {"sm_scale": 0.04}
-    given[name] = spoil(given.get(name))
-    given = {n: kind.put(a) if isinstance(a, np.ndarray) else a for n, a in given.items()}
-    with pytest.raises(error, match=rf"^{name}\b"):
-        cupy_mla.dense_decode(**{"out": out.array, **given})
-    out.check_unwritten()
-
-
-CHECKED = {
-    "longer than the table": ({"seq_lens": [4, 21]}, r"^seq_lens: request 1 has 21 tokens, .* holds 20"),
-    "a negative length": ({"seq_lens": [4, -1]}, r"^seq_lens\[1\] is -1, a length cannot be negative"),
-    "a block beyond the cache": ({"block_table": [[0, 0], [0, 3]]}, "^block_table: block 1 of request 1 is 3"),
-    "a negative block": ({"block_table": [[0, -1], [0, 0]]}, "^block_table: block 1 of request 0 is -1"),
-}
-
-
-@pytest.mark.parametrize("case", CHECKED)
-def test_values_are_checked_when_asked(kind, rng, checked, case):
-    changed, message = CHECKED[case]
-    given = arguments(rng) | {name: np.array(value, np.int32) for name, value in changed.items()}
-    with pytest.raises(IndexError, match=message):
-        cupy_mla.dense_decode(**{n: kind.put(a) for n, a in given.items()}, sm_scale=0.04)
+# --- values ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sees", [Sees(), Sees(True, 35), Sees(False, 36)], ids=str)

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-import cupy_mla
 from cupy_mla.ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
-from tests import oracle, oracle_indices
+from tests import oracle, oracle_indices, oracle_mxfp4
+from tests.indexers import empty_key_cache as key_cache
 from tests.kinds import BF16, E4M3, POISON, gapped, poisoned
 from tests.operations import OPERATIONS
 
@@ -22,12 +22,6 @@ def pack_oracle(key: np.ndarray, scale_format: str) -> tuple[bytes, bytes]:
     if scale_format == "ue8m0":
         scale = np.float32(2.0 ** math.ceil(math.log2(scale)))
     return oracle.e4m3_code(values / scale).tobytes(), np.float32(scale).tobytes()
-
-
-def key_cache(num_blocks: int, block_size: int, gap: int = 0) -> np.ndarray:
-    """A poisoned cache [num_blocks, block_size, 132] whose block stride exceeds the block by 4 * gap bytes."""
-    raw = poisoned((num_blocks, 132 * block_size + 4 * gap), np.uint8)
-    return raw[:, : 132 * block_size].reshape(num_blocks, block_size, 132)
 
 
 def token_bytes(cache: np.ndarray, slot: int) -> tuple[np.ndarray, np.ndarray]:
@@ -46,34 +40,52 @@ def keys_of(rng: np.random.Generator, tokens: int) -> np.ndarray:
     return keys.astype(BF16)
 
 
+def mxfp4_rows(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Rows of many sizes, in groups of many sizes; among them zeros, subnormals, ties, and any bits."""
+    rows = rng.standard_normal((count, 4, 32)) * 10.0 ** rng.uniform(-3, 3, (count, 4, 1))
+    rows *= 10.0 ** rng.uniform(-6, 6, (count, 1, 1))
+    rows[rng.random((count, 4)) < 0.1] = 0
+    ties = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -5], rows.shape)
+    rows = np.where(rng.random((count, 4, 1)) < 0.2, ties * 2.0 ** rng.integers(-9, 9, (count, 4, 1)), rows)
+    rows = np.where(rng.random(rows.shape) < 0.05, rng.choice([1e-39, -1e-39, 0.0, -0.0], rows.shape), rows)
+    rows = rows.reshape(count, 128).astype(BF16)
+    any_bits = rng.integers(0, 2**16, rows.shape, dtype=np.uint16).view(BF16)
+    return np.where(rng.random((count, 1)) < 0.1, any_bits, rows)
+
+
 def pack(kind, keys: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str) -> np.ndarray:
     """Pack through the operation and return all bytes of the cache's allocation."""
     there, whole = kind.put_with_allocation(cache)
-    indexer_k_quant_and_cache(kind.put(keys), there, kind.put(slots), scale_format)
+    of_scale = () if scale_format == "mxfp4" else (scale_format,)
+    indexer_k_quant_and_cache(kind.put(keys), there, kind.put(slots), *of_scale)
     return kind.take(whole)
 
 
 def packed_by_hand(keys: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str) -> None:
     for t, slot in enumerate(slots.tolist()):
         if 0 <= slot < cache.shape[0] * cache.shape[1]:
+            if scale_format == "mxfp4":
+                codes, scales = oracle_mxfp4.token(cache, slot)
+                codes[:], scales[:] = oracle_mxfp4.pack(keys[t])
+                continue
             codes, scale = token_bytes(cache, slot)
             code_bytes, scale_bytes = pack_oracle(keys[t], scale_format)
             codes[:], scale[:] = np.frombuffer(code_bytes, np.uint8), np.frombuffer(scale_bytes, np.uint8)
 
 
-@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
+@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0", "mxfp4"])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 64])
 @pytest.mark.parametrize("tokens", [0, 1, 63, 130])
 def test_pack(kind, rng, tokens: int, block_size: int, scale_format: str) -> None:
     num_blocks, gap = tokens // block_size + 2, int(rng.integers(0, 3))
     capacity = num_blocks * block_size
-    keys = keys_of(rng, tokens + 2)
+    keys, item = (mxfp4_rows(rng, tokens + 2), 68) if scale_format == "mxfp4" else (keys_of(rng, tokens + 2), 132)
     slots = rng.permutation(capacity)[:tokens].astype(np.int64)
     slots[rng.random(tokens) < 0.1] = rng.choice([-1, -(2**63), capacity, 2**62])
-    want = key_cache(num_blocks, block_size, gap)
+    want = key_cache(num_blocks, block_size, gap, item)
     packed_by_hand(keys, want, slots, scale_format)
     keys = gapped(keys, 0, int(rng.choice([0, 8, 3])))
-    got = pack(kind, keys, key_cache(num_blocks, block_size, gap), slots, scale_format)
+    got = pack(kind, keys, key_cache(num_blocks, block_size, gap, item), slots, scale_format)
     np.testing.assert_array_equal(got, want.base.reshape(-1))
 
 
@@ -148,46 +160,6 @@ def test_what_is_packed_comes_back(kind, rng) -> None:
     wanted = keys.astype(np.float64)
     amax = np.abs(wanted).max(axis=1, keepdims=True)
     assert (np.abs(rows[slots] - wanted) <= np.maximum(np.abs(wanted) / 16, np.maximum(amax, 1e-4) * 2.0**-14)).all()
-
-
-def test_errors() -> None:
-    unaligned = np.zeros(2 * 529, np.uint8).reshape(2, 529)[:, :528].reshape(2, 4, 132)
-    good = {"k": np.zeros((3, 128), BF16), "kv_cache": key_cache(2, 4), "slot_mapping": np.zeros(3, np.int64)}
-    cases = [
-        ({"k": np.zeros((3, 64), BF16)}, ValueError, r"k: expected shape \[T, 128\]"),
-        ({"kv_cache": np.zeros((2, 4, 656), np.uint8)}, ValueError, "kv_cache: expected a paged cache"),
-        ({"kv_cache": unaligned}, ValueError, "kv_cache: block stride must be a multiple of 4 bytes"),
-        ({"slot_mapping": np.zeros(4, np.int64)}, ValueError, "slot_mapping: expected at most 3 slots"),
-        ({"slot_mapping": np.zeros(3, np.int32)}, TypeError, "slot_mapping: expected dtype int64"),
-        ({"scale_format": "bf16"}, ValueError, "scale_format must be one of"),
-    ]
-    for change, error, message in cases:
-        with pytest.raises(error, match=message):
-            indexer_k_quant_and_cache(**{**good, **change})
-    assert (good["kv_cache"] == POISON).all()
-    gather = {
-        "kv_cache": key_cache(2, 4), "dst_k": np.zeros((6, 128), np.uint8), "dst_scale": np.zeros(6, np.float32),
-        "block_table": np.zeros((2, 1), np.int32), "cu_seq_lens": np.array([0, 3, 6], np.int32),
-    }  # fmt: skip
-    cases = [
-        ({"dst_k": np.zeros((6, 132), np.uint8)}, ValueError, r"dst_k: expected shape \[S, 128\]"),
-        ({"dst_k": np.zeros((6, 129), np.uint8)[:, :128]}, ValueError, "dst_k: rows must start at"),
-        ({"dst_scale": np.zeros(5, np.float32)}, ValueError, r"dst_scale: expected shape \[6\]"),
-        ({"cu_seq_lens": np.zeros(2, np.int32)}, ValueError, r"cu_seq_lens: expected shape \[3\]"),
-    ]
-    for change, error, message in cases:
-        with pytest.raises(error, match=message):
-            cp_gather_indexer_k_quant_cache(**{**gather, **change})
-    with cupy_mla.set_checks(True):
-        cp_gather_indexer_k_quant_cache(**gather)
-        for starts, message in (
-            ([0, 4, 3], r"cu_seq_lens\[2\] is 3, offsets must"), ([-1, 3, 6], r"cu_seq_lens\[0\] is -1, offsets must"),
-            ([0, 3, 7], "cu_seq_lens: ends at 7, dst_k has 6 rows"),
-        ):  # fmt: skip
-            with pytest.raises(IndexError, match=message):
-                cp_gather_indexer_k_quant_cache(**{**gather, "cu_seq_lens": np.array(starts, np.int32)})
-        with pytest.raises(IndexError, match=r"slot_mapping\[0\] is 8, the cache has 8 slots"):
-            indexer_k_quant_and_cache(**{**good, "slot_mapping": np.array([8, 0], np.int64)})
 
 
 def test_gather_of_scales_as_bytes(kind, rng) -> None:

@@ -5,18 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import cupy_mla
 from cupy_mla.cuda.paging import divisor
 from cupy_mla.ops.indices import convert_req_index_to_global_index, convert_to_slots_and_ends, slots_of
 from tests import oracle_indices
 from tests.kinds import gapped
-
-EXTREMES = np.array([-1, -2, -(2**31), 2**31 - 1])
-
-
-def hostile(rng: np.random.Generator, values: np.ndarray, share: float) -> np.ndarray:
-    """A part of the values replaced by numbers at the ends of int32."""
-    return np.where(rng.random(values.shape) < share, rng.choice(EXTREMES, values.shape), values).astype(np.int32)
+from tests.lists import hostile
 
 
 def case(rng: np.random.Generator, tokens: int, k: int, requests: int, width: int, block_size: int, share: float = 0.1):
@@ -136,39 +129,6 @@ def test_many_tokens(kind, rng, width: int) -> None:
     np.testing.assert_array_equal(kind.take(got), want)
 
 
-def test_errors() -> None:
-    good = {
-        "req_id": np.zeros(3, np.int32),
-        "block_table": np.zeros((2, 4), np.int32),
-        "token_indices": np.zeros((3, 5), np.int32),
-        "block_size": 16,
-    }
-    cases = [
-        ({"block_size": 0}, ValueError, "block_size must be >= 1"),
-        ({"block_stride_rows": 15}, ValueError, r"block_stride_rows must be in 16\.\..*, the rows of a block at least"),
-        ({"block_stride_rows": 16.0}, TypeError, "block_stride_rows: expected an integer"),
-        ({"req_id": np.zeros(3, np.int64)}, TypeError, "req_id: expected dtype int32, got int64"),
-        ({"req_id": np.zeros(4, np.int32)}, ValueError, r"req_id: expected shape \[3\]"),
-        ({"token_indices": np.zeros((3, 10), np.int32)[:, ::2]}, ValueError, "token_indices: the last axis must be"),
-        ({"block_table": np.zeros(4, np.int32)}, ValueError, r"block_table: expected shape \[R, M\]"),
-        ({"prefill_request_ids": np.zeros(3, np.int32)}, ValueError, "given together, got prefill_request_ids alone"),
-        ({"out": np.zeros((3, 4), np.int32)}, ValueError, r"out: expected shape \[3, 5\]"),
-    ]  # fmt: skip
-    for change, error, message in cases:
-        for function in (convert_req_index_to_global_index, convert_to_slots_and_ends):
-            with pytest.raises(error, match=message):
-                function(**{**good, **change})
-    with pytest.raises(ValueError, match=r"ends: expected shape \[3\]"):
-        convert_to_slots_and_ends(**good, ends=np.zeros(4, np.int32))
-
-
-@pytest.mark.usefixtures("checked")
-def test_requests_are_checked_where_values_are(kind) -> None:
-    req_id, table, positions = np.array([0, 2], np.int32), np.zeros((2, 4), np.int32), np.zeros((2, 4), np.int32)
-    with pytest.raises(IndexError, match=r"req_id\[1\] is 2, there are 2 requests"):
-        convert_req_index_to_global_index(*(kind.put(a) for a in (req_id, table, positions)), 16)
-
-
 def test_divisor(rng) -> None:
     """The kernels' division is exact, at the edges of every quotient above all."""
     for value in [*range(1, 130), 255, 256, 1000, 2**30, 2**31 - 1, *rng.integers(1, 2**31, 50).tolist()]:
@@ -244,28 +204,3 @@ def test_slots_are_those_of_the_conversion(kind, rng) -> None:
 def test_slots_beyond_int32(kind) -> None:
     table = kind.put(np.array([[2**31 - 1]], np.int32))
     assert kind.take(slots_of(table, kind.put(np.array([[255]])), 256)).tolist() == [[2**39 - 1]]
-
-
-def test_slots_errors(kind) -> None:
-    good = {"block_table": np.zeros((2, 3), np.int32), "positions": np.zeros(2, np.int64), "block_size": 4}
-    ids = np.zeros(2, np.int32)
-    for change, error, message in (
-        ({"block_table": np.zeros(3, np.int32)}, ValueError, r"block_table: expected shape \[R, M\]"),
-        ({"positions": np.zeros(3, np.int64)}, ValueError, "positions: block_table gives 2 rows, one a request, got 3"),
-        ({"positions": np.zeros((2, 1, 1), np.int64)}, ValueError, r"positions: expected shape \[T, K\]"),
-        ({"positions": np.zeros((), np.int64)}, ValueError, r"positions: expected shape \[T\]"),
-        ({"positions": np.zeros(2, np.float32)}, TypeError, "positions: expected dtype int32 or int64"),
-        ({"request_ids": ids[:1]}, ValueError, r"request_ids: expected shape \[2\]"),
-        ({"request_ids": ids.astype(np.int64)}, TypeError, "request_ids: expected dtype int32"),
-        ({"block_size": 0}, ValueError, "block_size must be >= 1"),
-        ({"out": np.zeros(2, np.int32)}, TypeError, "out: expected dtype int64"),
-    ):
-        arguments = {n: kind.put(v) if isinstance(v, np.ndarray) else v for n, v in {**good, **change}.items()}
-        with pytest.raises(error, match=f"^{message}"):
-            slots_of(**arguments)
-    with cupy_mla.set_checks(True):
-        table, positions = kind.put(good["block_table"]), kind.put(np.array([11, 12]))
-        with pytest.raises(IndexError, match=r"^positions\[1\] is 12, a request's row of the block table holds 12"):
-            slots_of(table, positions, 4)
-        with pytest.raises(IndexError, match=r"^request_ids\[0\] is 2, there are 2 requests"):
-            slots_of(table, kind.put(np.array([1, 2])), 4, request_ids=kind.put(np.array([2, 0], np.int32)))

@@ -15,7 +15,7 @@ from cupy_mla import (
     select_rows_paged,
 )
 from tests import indexers, oracle, oracle_indexer
-from tests.kinds import BF16, E4M3, POISON, gapped, poisoned
+from tests.kinds import BF16, POISON, gapped, poisoned
 
 # --- queries --------------------------------------------------------------------------------------------------
 
@@ -83,25 +83,6 @@ def test_quantize_nan_and_infinity(kind) -> None:
     assert np.isnan(values[2]).all()
     assert np.isinf(w[0, 1])
     assert np.isfinite(np.delete(w[0], 1)).all()
-
-
-def test_quantize_errors() -> None:
-    good = {"q": np.zeros((3, 16, 128), BF16), "weights": np.zeros((3, 16), np.float32)}
-    rope = {"positions": np.zeros(3, np.int64), "cos_sin_cache": np.zeros((5, 64), np.float32)}
-    quantize_indexer_q(**good, **rope)
-    cases = [
-        ({"q": np.zeros((3, 16, 64), BF16)}, ValueError, r"q: expected shape \[T, 8 or 16 or .* or 64, 128\]"),
-        ({"q": np.zeros((3, 12, 128), BF16)}, ValueError, "q: expected shape"),
-        ({"q": np.zeros((3, 16, 128), np.float32)}, TypeError, "q: expected dtype bfloat16"),
-        ({"weights": np.zeros((3, 8), np.float32)}, ValueError, r"weights: expected shape \[3, 16\]"),
-        ({"scale_format": "e8"}, ValueError, "scale_format must be one of"),
-        ({"cos_sin_cache": None}, ValueError, "positions and cos_sin_cache must be given together, got"),
-        ({"positions": np.zeros(3, np.int32)}, TypeError, "positions: expected dtype int64"),
-        ({"cos_sin_cache": np.zeros((5, 32), np.float32)}, ValueError, r"cos_sin_cache: expected shape \[P, 64\]"),
-    ]
-    for change, error, message in cases:
-        with pytest.raises(error, match=message):
-            quantize_indexer_q(**{**good, **rope, **change})
 
 
 # --- logits ---------------------------------------------------------------------------------------------------
@@ -410,73 +391,10 @@ def test_logits_of_a_schedule_are_the_same(
         np.testing.assert_array_equal(kind.take(got), expected)
 
 
-def test_schedule_errors(rng) -> None:
-    good = {
-        "context_lens": np.zeros(3, np.int32), "block_table": np.zeros((3, 4), np.int32), "max_context_len": 200,
-        "block_size": 64, "shares": 5,
-    }  # fmt: skip
-    cases = [
-        ({"context_lens": np.zeros(3, np.int64)}, TypeError, "context_lens: expected dtype int32"),
-        ({"context_lens": np.zeros((3, 1, 1), np.int32)}, ValueError, r"context_lens: expected shape \[B, n\]"),
-        (
-            {"context_lens": np.broadcast_to(np.int32([5, 6]), (3, 2))},
-            ValueError,
-            "context_lens: requests share one row",
-        ),
-        ({"block_table": np.zeros((2, 4), np.int32)}, ValueError, r"block_table: expected shape \[3, width\]"),
-        ({"max_context_len": -1}, ValueError, "max_context_len must be >= 0, got -1"),
-        ({"block_size": 0}, ValueError, "block_size must be >= 1, got 0"),
-        ({"shares": 0}, ValueError, r"shares must be in 1\.\.1024, got 0"),
-        ({"shares": 1025}, ValueError, r"shares must be in 1\.\.1024, got 1025"),
-        ({"out": np.zeros((5, 31), np.int32)}, ValueError, r"out: expected shape \[5, 32\]"),
-    ]
-    for change, error, message in cases:
-        with pytest.raises(error, match=message):
-            paged_indexer_schedule(**{**good, **change})
-    of_cache = paged(rng, 2, 2, 64, 8, 30)
-    for schedule, error, message in (
-        (np.zeros((5, 2), np.int32), ValueError, r"schedule: expected shape \[shares, 32\]"),
-        (np.zeros((0, 32), np.int32), ValueError, "schedule: expected a share at least, got none"),
-        (np.zeros((5, 32), np.int64), TypeError, "schedule: expected dtype int32"),
-    ):
-        with pytest.raises(error, match=message):
-            paged_indexer_logits(**of_cache, schedule=schedule)
-        with pytest.raises(error, match=message):
-            select_rows_paged(**of_cache, k=3, schedule=schedule)
-
-
-def test_logits_errors(rng) -> None:
-    good = ragged(rng, 3, 20, 64)
-    cases = [
-        ({"q8": np.zeros((3, 60, 128), np.uint8)}, ValueError, "q8: expected shape"),
-        ({"q8": np.zeros((3, 64, 128), np.float32)}, TypeError, "q8: expected dtype uint8 or float8_e4m3fn"),
-        ({"k8": np.zeros((20, 136), np.uint8)[:, :128]}, ValueError, "k8: rows must start at multiples of 16 bytes"),
-        ({"ks": np.zeros(19, np.float32)}, ValueError, r"ks: expected shape \[20\]"),
-        ({"w": np.zeros((3, 64), BF16)}, TypeError, "w: expected dtype float32"),
-        ({"starts": np.zeros(4, np.int32)}, ValueError, r"starts: expected shape \[3\]"),
-        ({"ends": np.zeros(3, np.int64)}, TypeError, "ends: expected dtype int32"),
-        ({"out": np.zeros((3, 21), np.float32)}, ValueError, r"out: expected shape \[3, 20\]"),
-    ]
-    for change, error, message in cases:
-        with pytest.raises(error, match=message):
-            indexer_logits(**{**good, **change})
-    indexer_logits(**{**good, "q8": good["q8"].view(E4M3)})
-    of_cache = paged(rng, 2, 2, 64, 8, 30)
-    cases = [
-        ({"kv_cache": np.zeros((3, 8, 656), np.uint8)}, ValueError, "kv_cache: expected a paged cache"),
-        ({"context_lens": np.zeros((2, 1), np.int32)}, ValueError, r"context_lens: expected shape \[2, 2\]"),
-        (
-            {"context_lens": np.broadcast_to(np.int32([5, 6]), (2, 2))},
-            ValueError,
-            "context_lens: requests share one row",
-        ),
-        ({"block_table": np.zeros((3, 4), np.int32)}, ValueError, r"block_table: expected shape \[2, width\]"),
-        ({"max_context_len": -1}, ValueError, "max_context_len must be >= 0, got -1"),
-        ({"w": np.zeros((2, 64), np.float32)}, ValueError, r"w: expected shape \[4, 64\]"),
-    ]
-    for change, error, message in cases:
-        with pytest.raises(error, match=message):
-            paged_indexer_logits(**{**of_cache, **change})
+def test_lengths_of_one_requests_tokens_may_be_a_broadcast_row(rng) -> None:
+    """Nothing is shared."""
     one = paged(rng, 1, 2, 64, 8, 30)
-    one["context_lens"] = np.broadcast_to(np.int32([5, 6]), (1, 2))  # nothing is shared
-    assert paged_indexer_logits(**one).shape == (2, 30)
+    one["context_lens"] = np.int32([[5, 6]])
+    expected = paged_indexer_logits(**one)
+    one["context_lens"] = np.broadcast_to(np.int32([5, 6]), (1, 2))
+    np.testing.assert_array_equal(paged_indexer_logits(**one), expected)

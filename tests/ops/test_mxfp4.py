@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 import numpy as np
 import pytest
 
 from cupy_mla import (
     cp_gather_indexer_k_quant_cache,
-    indexer_k_quant_and_cache,
     quantize_indexer_q,
     quantize_indexer_q_mxfp4,
     unpack_rows,
     widen_mxfp4,
 )
 from tests import oracle, oracle_indices, oracle_mxfp4
+from tests.indexers import empty_key_cache
 from tests.kinds import BF16, POISON, gapped, poisoned
 
+from .test_indexer import mxfp4_rows, pack
 
-def key_cache(num_blocks: int, block_size: int, gap: int = 0) -> np.ndarray:
-    """A poisoned cache [num_blocks, block_size, 68] whose block stride exceeds the block by 4 * gap bytes."""
-    raw = poisoned((num_blocks, 68 * block_size + 4 * gap), np.uint8)
-    return raw[:, : 68 * block_size].reshape(num_blocks, block_size, 68)
-
-
-def rows_of(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Rows of many sizes, in groups of many sizes; among them zeros, subnormals, ties, and any bits."""
-    rows = rng.standard_normal((count, 4, 32)) * 10.0 ** rng.uniform(-3, 3, (count, 4, 1))
-    rows *= 10.0 ** rng.uniform(-6, 6, (count, 1, 1))
-    rows[rng.random((count, 4)) < 0.1] = 0
-    ties = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -5], rows.shape)
-    rows = np.where(rng.random((count, 4, 1)) < 0.2, ties * 2.0 ** rng.integers(-9, 9, (count, 4, 1)), rows)
-    rows = np.where(rng.random(rows.shape) < 0.05, rng.choice([1e-39, -1e-39, 0.0, -0.0], rows.shape), rows)
-    rows = rows.reshape(count, 128).astype(BF16)
-    any_bits = rng.integers(0, 2**16, rows.shape, dtype=np.uint16).view(BF16)
-    return np.where(rng.random((count, 1)) < 0.1, any_bits, rows)
-
-
-def pack(kind, keys: np.ndarray, cache: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """Pack through the operation and return all bytes of the cache's allocation."""
-    there, whole = kind.put_with_allocation(cache)
-    indexer_k_quant_and_cache(kind.put(keys), there, kind.put(slots))
-    return kind.take(whole)
+key_cache = partial(empty_key_cache, token_bytes=68)
 
 
 @pytest.mark.parametrize(
@@ -53,26 +32,9 @@ def pack(kind, keys: np.ndarray, cache: np.ndarray, slots: np.ndarray) -> np.nda
     ],
 )
 def test_vectors_of_the_specification(kind, row: np.ndarray, head: str, scales: str, digest: str) -> None:
-    got = pack(kind, row.astype(BF16)[None], key_cache(1, 1), np.zeros(1, np.int64)).tobytes()
+    got = pack(kind, row.astype(BF16)[None], key_cache(1, 1), np.zeros(1, np.int64), "mxfp4").tobytes()
     assert (got[:8].hex(), got[64:].hex()) == (head, scales)
     assert hashlib.sha256(got).hexdigest()[:16] == digest
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 64])
-@pytest.mark.parametrize("tokens", [0, 1, 63, 130])
-def test_pack(kind, rng, tokens: int, block_size: int) -> None:
-    num_blocks, gap = tokens // block_size + 2, int(rng.integers(0, 3))
-    capacity = num_blocks * block_size
-    keys = rows_of(rng, tokens + 2)
-    slots = rng.permutation(capacity)[:tokens].astype(np.int64)
-    slots[rng.random(tokens) < 0.1] = rng.choice([-1, -(2**63), capacity, 2**62])
-    want = key_cache(num_blocks, block_size, gap)
-    for t, slot in enumerate(slots.tolist()):
-        if 0 <= slot < capacity:
-            codes, scales = oracle_mxfp4.token(want, slot)
-            codes[:], scales[:] = oracle_mxfp4.pack(keys[t])
-    got = pack(kind, gapped(keys, 0, int(rng.choice([0, 8, 3]))), key_cache(num_blocks, block_size, gap), slots)
-    np.testing.assert_array_equal(got, want.base.reshape(-1))
 
 
 @pytest.mark.long
@@ -82,7 +44,7 @@ def test_every_bfloat16(kind) -> None:
     alone = np.zeros((2**14, 4, 32), np.uint16)
     alone[:, :, 2] = bits.reshape(2**14, 4)
     rows = np.concatenate([alone.reshape(-1, 128), bits.reshape(-1, 128)]).view(BF16)
-    got = pack(kind, rows, key_cache(1, len(rows)), np.arange(len(rows)))
+    got = pack(kind, rows, key_cache(1, len(rows)), np.arange(len(rows)), "mxfp4")
     codes, scales = got[: 64 * len(rows)].reshape(-1, 4, 16), got[64 * len(rows) :].reshape(-1, 4)
     for t in range(2**14, len(rows)):
         want = oracle_mxfp4.pack(rows[t])
@@ -187,7 +149,7 @@ def test_widen(kind, rng, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("tokens", "heads", "dtype"), [(0, 8, BF16), (1, 64, np.float32), (7, 24, BF16)])
 def test_quantize_queries(kind, rng, tokens: int, heads: int, dtype: np.dtype) -> None:
     """Packed: the bytes of the oracle. Widened: what `widen_mxfp4` makes of them."""
-    q, weights = rows_of(rng, tokens * heads).reshape(tokens, heads, 128), rng.standard_normal((tokens, heads))
+    q, weights = mxfp4_rows(rng, tokens * heads).reshape(tokens, heads, 128), rng.standard_normal((tokens, heads))
     there = kind.put(gapped(q, 0, 1, 8)), kind.put(gapped(weights.astype(dtype), 0, 3))
     q4, scales, w = quantize_indexer_q_mxfp4(*there)
     values, widened = map(kind.take, widen_mxfp4(q4, scales, w))
@@ -220,36 +182,3 @@ def test_queries_are_rotated_first(kind, rng) -> None:
         (kind.take(of[0]).reshape(-1, 64), kind.take(of[1]).reshape(-1, 4)) for of in (got, expected)
     )]  # fmt: skip
     np.testing.assert_array_equal(*values)  # +0 and -0 are equal
-
-
-def test_errors() -> None:
-    cache = key_cache(2, 4)
-    good = {"k": np.zeros((3, 128), BF16), "kv_cache": cache, "slot_mapping": np.zeros(3, np.int64)}
-    for change, message in (
-        ({"k": np.zeros((3, 64), BF16)}, r"k: expected shape \[T, 128\]"),
-        ({"kv_cache": np.zeros((2, 4, 64), np.uint8)}, r"kv_cache: expected a paged cache .*132.*68"),
-        ({"kv_cache": np.zeros(2 * 273, np.uint8).reshape(2, 273)[:, :272].reshape(2, 4, 68)}, "multiple of 4 bytes"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            indexer_k_quant_and_cache(**{**good, **change})
-    assert (cache == POISON).all()
-    gather = {
-        "kv_cache": cache, "dst_k": np.zeros((6, 64), np.uint8), "dst_scale": np.zeros((6, 4), np.uint8),
-        "block_table": np.zeros((2, 1), np.int32), "cu_seq_lens": np.array([0, 3, 6], np.int32),
-    }  # fmt: skip
-    for change, message in (
-        ({"dst_k": np.zeros((6, 68), np.uint8)}, r"dst_k: expected shape \[S, 128 or 64\]"),
-        ({"kv_cache": np.zeros((2, 4, 132), np.uint8)}, r"dst_k: expected shape \[S, 128\]"),  # keys of another layout
-    ):
-        with pytest.raises(ValueError, match=message):
-            cp_gather_indexer_k_quant_cache(**{**gather, **change})
-    codes, scales = np.zeros((3, 8, 64), np.uint8), np.zeros((3, 8, 4), np.uint8)
-    for given, message in (
-        ((codes[..., :32], scales), r"codes: expected shape \[N, H, 64\]"),
-        ((codes[None], scales), r"codes: expected shape"),
-        ((codes, scales[..., :3]), r"scales: expected shape \[3, 8, 4\]"),
-        ((codes, scales, np.zeros((3, 4), np.float32)), r"weights: expected shape \[3, 8\]"),
-        ((np.zeros((3, 65), np.uint8)[:, :64], scales[:, 0]), "codes: rows must start at multiples of 4 bytes"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            widen_mxfp4(*given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,7 @@ from cupy_mla.ops.pools import expand_pools_and_append_tail, kpool_compress
 from tests.batches import queries
 from tests.cases import normal
 from tests.kinds import BF16, gapped, poisoned
-from tests.ops.test_indices import hostile
-from tests.ops.test_swa import behind, lists_for
+from tests.lists import check_lists, hostile
 
 # The matrix of the transform: H[i, j] = (-1)^(bits that i and j share) / sqrt(128).
 HADAMARD = np.array([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)]) / np.sqrt(128)
@@ -139,16 +140,7 @@ def expanded(pool_ids: np.ndarray, seq_lens: np.ndarray, kpool: int) -> tuple[np
 def check_expanded(kind, pool_ids: np.ndarray, seq_lens: np.ndarray, kpool: int, gap: int = 3) -> None:
     want, want_lens = expanded(pool_ids, seq_lens, kpool)
     arrays = kind.put(gapped(pool_ids, 0, gap)), kind.put(seq_lens)
-    out, lens, whole = lists_for(kind, len(pool_ids), want.shape[1], gap)
-    got = expand_pools_and_append_tail(*arrays, kpool, out=out, lens=lens)
-    assert got[0] is out
-    assert got[1] is lens
-    for positions, counts in (got, expand_pools_and_append_tail(*arrays, kpool)):
-        assert kind.is_mine(positions)
-        np.testing.assert_array_equal(kind.take(positions), want)
-        np.testing.assert_array_equal(kind.take(counts), want_lens)
-    if len(pool_ids):
-        assert (behind(kind, whole, want.shape, gap) == -1).all(), "memory between the rows was written"
+    check_lists(kind, partial(expand_pools_and_append_tail, *arrays, kpool), want, want_lens, gap)
 
 
 @pytest.mark.parametrize(("kpool", "n"), [(1, 5), (2, 3), (4, 300), (4, 512), (16, 8), (3, 0)])
@@ -175,37 +167,3 @@ def test_expand_by_hand(kind) -> None:
     np.testing.assert_array_equal(
         kind.take(positions), [[*range(11)], [20, 21, 22, 23, 8, 9, 10, 11, 24, 25, 26]]
     )  # fmt: skip
-
-
-def test_errors() -> None:
-    def i32(*shape: int) -> np.ndarray:
-        return np.zeros(shape, np.int32)
-
-    compress = {
-        "k": np.zeros((5, 128), BF16), "gate": np.zeros((5, 128), BF16), "ape": np.zeros((4, 128), np.float32),
-        "tail": np.zeros((3, 2, 8, 128), BF16), "tail_blocks": i32(2), "query_start_loc": i32(3), "seq_lens": i32(2),
-    }  # fmt: skip
-    expand = {"pool_ids": i32(5, 8), "seq_lens": i32(5), "kpool": 4}
-    wide = np.zeros((3, 2, 8, 256), BF16)[..., :128]
-    for function, good, change, error, message in (
-        (kpool_compress, compress, {"k": np.zeros((5, 64), BF16)}, ValueError, r"k: expected shape \[T, 128\]"),
-        (kpool_compress, compress, {"gate": np.zeros((4, 128), BF16)}, ValueError, r"gate: expected shape \[5, 128\]"),
-        (
-            kpool_compress,
-            compress,
-            {"ape": np.zeros((9, 128), np.float32)},
-            ValueError,
-            "ape: expected pools of 1 to 8",
-        ),
-        (kpool_compress, compress, {"ape": np.zeros((4, 128))}, TypeError, "ape: expected dtype float32"),
-        (kpool_compress, compress, {"tail": wide}, ValueError, "tail: rings must have no gaps"),
-        (kpool_compress, compress, {"tail": np.zeros((3, 8, 128), BF16)}, ValueError, r"tail: expected shape \[B, 2"),
-        (kpool_compress, compress, {"tail_blocks": i32(3)}, ValueError, r"tail_blocks: expected shape \[2\]"),
-        (kpool_compress, compress, {"out": np.zeros((5, 128))}, TypeError, "out: expected dtype bfloat16"),
-        (expand_pools_and_append_tail, expand, {"kpool": 0}, ValueError, "kpool must be >= 1"),
-        (expand_pools_and_append_tail, expand, {"kpool": 2**30}, ValueError, "kpool: int32 cannot count"),
-        (expand_pools_and_append_tail, expand, {"seq_lens": i32(4)}, ValueError, r"seq_lens: expected shape \[5\]"),
-        (expand_pools_and_append_tail, expand, {"out": i32(5, 32)}, ValueError, r"out: expected shape \[5, 35\]"),
-    ):
-        with pytest.raises(error, match=f"^{message}"):
-            function(**{**good, **change})

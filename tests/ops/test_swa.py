@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from cupy_mla.ops.swa import combine_topk_swa_indices, compute_prefill_gather_lens, compute_swa_indices_and_lens
 from tests import oracle_v4
 from tests.batches import queries, random_queries, table_for
-from tests.kinds import allocation, gapped
-from tests.ops.test_indices import hostile
-
-BLOCK_SIZES = [1, 2, 61, 64, 256]
-
-
-def behind(kind, whole, shape: tuple[int, int], gap: int) -> np.ndarray:
-    """The entries between the rows of an int32 array that was made with `gapped`."""
-    return kind.take(whole).view(np.int32).reshape(shape[0], shape[1] + gap)[:, shape[1] :]
-
-
-def lists_for(kind, tokens: int, width: int, gap: int):
-    """Poisoned `out` [tokens, width] with gaps, `lens`, and the allocation behind `out`."""
-    out, whole = kind.put_with_allocation(gapped(np.full((tokens, width), 77, np.int32), 0, gap))
-    return out, kind.put(np.full(tokens, 77, np.int32)), whole
-
+from tests.kinds import gapped
+from tests.lists import BLOCK_SIZES, check_lists, hostile
 
 # --- compute_swa_indices_and_lens -----------------------------------------------------------------------------
 
@@ -39,17 +27,8 @@ def check_swa(
     names = ("replay_start", "left_visible", "right_visible")
     more = {n: kind.put(a) for n, a in zip(names, (replay_start, *visible), strict=True) if a is not None}
     more["max_image_tokens"] = max_image_tokens
-    out, lens, whole = lists_for(kind, len(token_to_req), window + max_image_tokens, gap)
-    got = compute_swa_indices_and_lens(*inputs, block_size, window, **more, out=out, lens=lens)
-    assert got[0] is out
-    assert got[1] is lens
-    fresh = compute_swa_indices_and_lens(*inputs, block_size, window, **more)
-    for slots, counts in (got, fresh):
-        assert kind.is_mine(slots)
-        np.testing.assert_array_equal(kind.take(slots), want)
-        np.testing.assert_array_equal(kind.take(counts), want_lens)
-    if len(token_to_req):
-        assert (behind(kind, whole, want.shape, gap) == -1).all(), "memory between the rows was written"
+    call = partial(compute_swa_indices_and_lens, *inputs, block_size, window, **more)
+    check_lists(kind, call, want, want_lens, gap)
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
@@ -178,17 +157,7 @@ def check_combine(
     more = {n: kind.put(a) for n, a in zip(names, visible, strict=True) if a is not None}
     more["max_image_tokens"] = max_image_tokens
     inputs = [kind.put(a) for a in (gapped(topk_indices, 0, gap), starts, seq_lens, gather_lens)]
-    out, lens, whole = lists_for(kind, len(topk_indices), want.shape[1], gap)
-    got = combine_topk_swa_indices(*inputs, *arguments, **more, out=out, lens=lens)
-    assert got[0] is out
-    assert got[1] is lens
-    fresh = combine_topk_swa_indices(*inputs, *arguments, **more)
-    for rows, counts in (got, fresh):
-        assert kind.is_mine(rows)
-        np.testing.assert_array_equal(kind.take(rows), want)
-        np.testing.assert_array_equal(kind.take(counts), want_lens)
-    if len(topk_indices):
-        assert (behind(kind, whole, want.shape, gap) == -1).all(), "memory between the rows was written"
+    check_lists(kind, partial(combine_topk_swa_indices, *inputs, *arguments, **more), want, want_lens, gap)
 
 
 def chosen_rows(rng, batch, ratio: int, topk: int) -> np.ndarray:
@@ -275,49 +244,3 @@ def test_combine_by_hand(kind) -> None:
     np.testing.assert_array_equal(kind.take(rows)[:, :5], [[4, 5, 6, -1, -1], [10, 14, 15, 16, -1]])
     assert (kind.take(rows)[:, 5:] == -1).all()
     np.testing.assert_array_equal(kind.take(lens), [3, 4])
-
-
-# --- errors ---------------------------------------------------------------------------------------------------
-
-
-def test_errors() -> None:
-    i32 = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
-    swa = {
-        "query_start_loc": i32(3), "seq_lens": i32(2), "token_to_req": i32(5), "is_valid_token": np.ones(5, bool),
-        "block_table": i32(2, 4), "block_size": 16, "window_size": 8,
-    }  # fmt: skip
-    combine = {
-        "topk_indices": i32(5, 8), "query_start_loc": i32(3), "seq_lens": i32(2), "gather_lens": i32(2),
-        "window_size": 8, "compress_ratio": 4, "topk": 8, "M": 20, "N": 10,
-    }  # fmt: skip
-    lens = {"seq_lens": i32(2), "query_start_loc": i32(3), "num_decodes": 0, "window_size": 8}
-    windows, combine_topk = compute_swa_indices_and_lens, combine_topk_swa_indices
-    cases = [
-        (windows, swa, {"block_size": 0}, ValueError, "block_size must be >= 1"),
-        (windows, swa, {"window_size": 0}, ValueError, "window_size must be >= 1"),
-        (windows, swa, {"is_valid_token": i32(5)}, TypeError, "is_valid_token: expected dtype bool"),
-        (windows, swa, {"query_start_loc": i32(2)}, ValueError, r"query_start_loc: .* \[3\]"),
-        (windows, swa, {"out": i32(5, 9)}, ValueError, r"out: expected shape \[5, 8\]"),
-        (windows, swa, {"lens": i32(4)}, ValueError, r"lens: expected shape \[5\]"),
-        (combine_topk, combine, {"topk": 9}, ValueError, "topk_indices: expected at least topk = 9 columns"),
-        (combine_topk, combine, {"N": 21}, ValueError, "M must be >= 21, got 20"),
-        (combine_topk, combine, {"M": 2**30}, ValueError, "M: 2 requests of 1073741824 workspace rows"),
-        (combine_topk, combine, {"gather_lens": i32(3)}, ValueError, r"gather_lens: expected shape \[2\]"),
-        (combine_topk, combine, {"out": i32(5, 16)}, ValueError, r"out: expected shape \[5, 128\]"),
-        (combine_topk, combine, {"compress_ratio": -1}, ValueError, "compress_ratio must be >= 0"),
-        (combine_topk, combine, {"left_visible": i32(5)}, ValueError, "given together, got left_visible alone"),
-        (combine_topk, combine, {"max_image_tokens": -1}, ValueError, "max_image_tokens must be >= 0"),
-        (combine_topk, combine, {"left_visible": i32(5), "right_visible": i32(4)}, ValueError,
-         r"right_visible: expected shape \[5\]"),
-        (combine_topk, combine, {"max_image_tokens": 200, "out": i32(5, 128)}, ValueError, r"shape \[5, 256\]"),
-        (windows, swa, {"right_visible": i32(5)}, ValueError, "given together, got right_visible alone"),
-        (windows, swa, {"replay_start": i32(5)}, ValueError, r"replay_start: expected shape \[2\]"),
-        (windows, swa, {"max_image_tokens": 2, "out": i32(5, 8)}, ValueError, r"out: expected shape \[5, 10\]"),
-        (compute_prefill_gather_lens, lens, {"replay_start": i32(3)}, ValueError, r"replay_start: expected .* \[2\]"),
-        (compute_prefill_gather_lens, lens, {"num_decodes": 3}, ValueError, r"num_decodes must be in 0\.\.2"),
-        (compute_prefill_gather_lens, lens, {"seq_lens": i32(3)}, ValueError, r"query_start_loc: expected shape \[4\]"),
-    ]  # fmt: skip
-    for function, good, change, error, message in cases:
-        with pytest.raises(error, match=message):
-            function(**{**good, **change})
-    assert allocation(swa["block_table"]).sum() == 0

@@ -298,34 +298,3 @@ def test_select_rows_paged_by_lengths_of_tokens(kind, rng) -> None:
     logits = oracle_indexer.paged_logits(**{"cache" if name == "kv_cache" else name: a for name, a in inputs.items()})
     expected = chosen(kind, logits, 33, [0] * 4, inputs["context_lens"].reshape(-1))
     np.testing.assert_array_equal(kind.take(select_rows_paged(**put(kind, inputs), k=33)), expected)
-
-
-def test_errors(rng) -> None:
-    logits = np.zeros((3, 20), np.float32)
-    for k in (0, 4097):
-        with pytest.raises(ValueError, match=f"k must be in 1..4096, got {k}"):
-            topk_indices(logits, k)
-    cases = [
-        ({"logits": logits.astype(np.float64)}, TypeError, "logits: expected dtype float32 or bfloat16"),
-        ({"starts": np.zeros(2, np.int32)}, ValueError, r"starts: expected shape \[3\]"),
-        ({"ends": np.zeros(3, np.int64)}, TypeError, "ends: expected dtype int32"),
-        ({"out": np.zeros((3, 4), np.int32)}, ValueError, r"out: expected shape \[3, 5\]"),
-    ]
-    for change, error, message in cases:
-        with pytest.raises(error, match=message):
-            topk_indices(**{"logits": logits, "k": 5, **change})
-    good, table = ragged(rng, 3, 20, 64), np.zeros((2, 4), np.int32)
-    slots = {"req_id": np.zeros(3, np.int32), "block_table": table, "block_size": 4}
-    cases = [
-        ({"k": 5000}, ValueError, "k must be in 1..4096, got 5000"),
-        ({"max_workspace_bytes": 0}, ValueError, "max_workspace_bytes must be in 1.."),
-        ({"block_size": None}, ValueError, "block_size must be given together, got req_id and block_table alone"),
-        ({"block_size": 0}, ValueError, "block_size must be >= 1, got 0"),
-        ({"req_id": np.zeros(2, np.int32)}, ValueError, r"req_id: expected shape \[3\]"),
-        ({"ks": np.zeros(3, np.float32)}, ValueError, r"ks: expected shape \[20\]"),
-    ]
-    for change, error, message in cases:
-        with pytest.raises(error, match=message):
-            select_rows(**{**good, "k": 5, **slots, **change})
-    with pytest.raises(ValueError, match=r"k must be in 1\.\.4096, got 0"):
-        select_rows_paged(**paged(rng, 2, 1, 64, 8, 30), k=0)

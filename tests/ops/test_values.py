@@ -102,6 +102,29 @@ WRONG = {
                         r"^positions\[4\] is -1"),
     "C128A: request": ("build_c128a_topk_metadata", entry("token_to_req", (4,), -1), IndexError,
                        r"^token_to_req\[4\] is -1"),
+    "packing V4: slot": ("quantize_and_insert_k_cache", entry("slot_mapping", (3,), 2**40), IndexError,
+                         r"^slot_mapping\[3\] is 1099511627776, the cache has 128 slots"),
+    "packing keys: slot": ("indexer_k_quant_and_cache", entry("slot_mapping", (3,), 128), IndexError,
+                           r"^slot_mapping\[3\] is 128, the cache has 128 slots"),
+    "unpacking": ("unpack_rows", entry("slots", (1,), 128), IndexError, r"^slots\[1\] is 128, the cache has 128 slots"),
+    "gather: beyond": ("cp_gather_and_upconvert_fp8_kv_cache", entry("workspace_starts", (0,), 55), IndexError,
+                       "^workspace_starts: request 0 takes rows 55 to 64, dst has 60"),
+    "gather V4: table": ("dequantize_and_gather_k_cache", entry("seq_lens", (1,), 65), IndexError,
+                         "^seq_lens: request 1 has 65 tokens, its row of the block table holds 64"),
+    "gather V4: room": ("dequantize_and_gather_k_cache", entry("gather_lens", (1,), 56) | entry("seq_lens", (1,), 60),
+                        IndexError, "^gather_lens: 56 tokens of request 1 are asked for, out has room for 55"),
+    "gather keys: end": ("cp_gather_indexer_k_quant_cache", entry("cu_seq_lens", (3,), 61), IndexError,
+                         "^cu_seq_lens: ends at 61, dst_k has 60 rows"),
+    "slots: position": ("slots_of", entry("positions", (1,), 64), IndexError,
+                        r"^positions\[1\] is 64, a request's row of the block table holds 64"),
+    "slots: request": ("slots_of", entry("request_ids", (0,), 3), IndexError, r"^request_ids\[0\] is 3, there are 3"),
+    "candidates: request": ("candidate_logits", entry("req_id", (1,), 3), IndexError, r"^req_id\[1\] is 3"),
+    "a rank's lengths": ("local_seq_lens", entry("seq_lens", (1,), -2), IndexError, r"^seq_lens\[1\] is -2"),
+    "backward: row": ("sparse_prefill_backward", entry("indices", (1, 0, 3), 128), IndexError, r"^indices\[1, 0, 3\]"),
+    "target: row": ("attention_target", entry("indices", (1, 0, 3), 128), IndexError, r"^indices\[1, 0, 3\] is 128"),
+    "loss: key": ("indexer_loss", entry("indices", (1, 0, 3), 128), IndexError, r"^indices\[1, 0, 3\] is 128"),
+    "dense lse: end": ("dense_lse", entry("ends", (1,), 129), IndexError, r"^ends\[1\] is 129, rows end at 128"),
+    "dense loss: end": ("dense_indexer_loss", entry("ends", (1,), 129), IndexError, r"^ends\[1\] is 129"),
 }  # fmt: skip
 
 
@@ -169,22 +192,26 @@ def test_entries_behind_a_length_are_not_looked_at(rng: np.random.Generator) -> 
 # --- the switch -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "on"),
-    [("1", True), ("true", True), ("Yes", True), ("ON", True), (" 1 ", True),
-     ("0", False), ("False", False), ("no", False), ("off", False), ("", False)],
-)  # fmt: skip
-def test_environment(monkeypatch: pytest.MonkeyPatch, text: str, on: bool) -> None:
-    monkeypatch.setenv("CUPY_MLA_CHECK", text)
-    assert arrays._asked_by_environment() is on
+WORDS = {
+    **dict.fromkeys(("1", "true", "Yes", "ON", " 1 "), "True"),
+    **dict.fromkeys(("0", "False", "no", "off", ""), "False"),
+    **{text: f"CUPY_MLA_CHECK must be 1, true, yes, on, or 0, false, no, off, got '{text}'" for text in ("2", "tru")},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["2", "tru", "enabled"])
-def test_another_word_in_the_environment_is_an_error(text: str) -> None:
-    code = f"import os; os.environ['CUPY_MLA_CHECK'] = {text!r}; import cupy_mla"
+def test_environment() -> None:
+    """Read when the package is imported; another word is an error."""
+    code = f"""
+import importlib, os
+from cupy_mla import arrays
+for os.environ["CUPY_MLA_CHECK"] in {list(WORDS)}:
+    try:
+        print(importlib.reload(arrays).CHECK_VALUES)
+    except ValueError as error:
+        print(error)
+"""
     result = python("-c", code)
-    assert result.returncode != 0
-    assert f"ValueError: CUPY_MLA_CHECK must be 1, true, yes, on, or 0, false, no, off, got '{text}'" in result.stderr
+    assert result.stdout.splitlines() == list(WORDS.values()), result.stderr
 
 
 def test_the_switch_lasts_or_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,18 @@ def shares(heads: int, ctas: int = 132, item_cost: int = ITEM_COST, cut_cost: in
     return f"shares(heads={heads}, splits=0, ctas={ctas}, least_split=1, item_cost={item_cost}, cut_cost={cut_cost})"
 
 
+every_size = pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk", "block_size"),
+    [
+        (1, 1, 1, 1, 1),
+        (1, 1, 64, 3000, 64),  # a query over 24 CTAs
+        (3, 1, 7, 63, 2),
+        (1, 2, 16, 65, 61),
+        (3, 1, 100, 700, 256),
+        (133, 1, 64, 300, 64),  # one more than there are multiprocessors
+        (45, 2, 128, 390, 64),
+    ],
+)
 unequal_lengths = pytest.mark.parametrize(
     "lengths",
     [

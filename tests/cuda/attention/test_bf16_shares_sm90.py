@@ -37,18 +37,7 @@ def small_splits(force) -> None:
 
 
 @FORMATS
-@pytest.mark.parametrize(
-    ("b", "s_q", "h_q", "topk", "block_size"),
-    [
-        (1, 1, 1, 1, 1),
-        (1, 1, 64, 3000, 64),  # a query over 24 CTAs
-        (3, 1, 7, 63, 2),
-        (1, 2, 16, 65, 61),
-        (3, 1, 100, 700, 256),
-        (133, 1, 64, 300, 64),  # one more than there are multiprocessors
-        (45, 2, 128, 390, 64),
-    ],
-)
+@evenly.every_size
 def test_sizes(hopper, small_splits, rng, fmt, b, s_q, h_q, topk, block_size):
     main = paged(rng, fmt, b, s_q, topk, block_size)
     q = queries(rng, b, s_q, h_q, fmt.d_qk)

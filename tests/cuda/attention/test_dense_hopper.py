@@ -67,23 +67,9 @@ def test_a_scale_of_the_call(hopper, rng, division, b, formats, heads, e4m3_q):
 
 
 @kernels(*KERNELS)
-def test_blocks_that_are_not_there(hopper, rng, division, b, formats):
-    dense_hopper.blocks_that_are_not_there(hopper, rng, min(b, 5), formats)
-
-
-@kernels(*KERNELS)
-def test_lengths_that_differ_by_a_thousand(hopper, rng, division, b, formats):
-    dense_hopper.lengths_that_differ_by_a_thousand(hopper, rng, b, formats)
-
-
-@kernels(*KERNELS)
-def test_a_call_again_with_other_lengths(hopper, rng, division, b, formats):
-    dense_hopper.a_call_again_with_other_lengths(hopper, rng, b, formats)
-
-
-@kernels(*KERNELS)
-def test_full_tiles_that_some_lines_see(hopper, rng, division, b, formats):
-    dense_hopper.full_tiles_that_some_lines_see(hopper, rng, b, formats)
+@dense_hopper.every_batch
+def test_batches(hopper, rng, division, b, formats, check):
+    check(hopper, rng, b, formats)
 
 
 @kernels(*ASKED)

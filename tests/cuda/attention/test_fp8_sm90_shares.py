@@ -42,18 +42,7 @@ def evenly(heads, force) -> None:
 
 @FORMATS
 @HEADS
-@pytest.mark.parametrize(
-    ("b", "s_q", "h_q", "topk", "block_size"),
-    [
-        (1, 1, 1, 1, 1),
-        (1, 1, 64, 3000, 64),  # a query over 24 CTAs
-        (3, 1, 7, 63, 2),
-        (1, 2, 16, 65, 61),
-        (3, 1, 128, 700, 256),
-        (133, 1, 64, 300, 64),  # one more than there are multiprocessors
-        (45, 2, 128, 390, 64),
-    ],
-)
+@divided.every_size
 def test_sizes(hopper, evenly, rng, fmt, b, s_q, h_q, topk, block_size):
     main = paged(rng, fmt, b, s_q, topk, block_size)
     check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, sink=sinks(rng, h_q))
