@@ -62,8 +62,9 @@ HEADLINES = (
 )  # titles of the groups that the README shows
 RATIO_HEAD = "work | card | commit | rows | geometric mean | least | most"
 ROW_FORMATS = (
-    "Rows that FlashMLA's sparse decode does not read on Hopper: ours, beside it over the nearest rows that it reads,\n"
-    "or beside ours over the nearest; packing and gathering beside a copy."
+    "FlashMLA's sparse decode does not read the following cache formats on Hopper. Our time is compared with the time\n"
+    "over the nearest format, with the same lists: FlashMLA's over V4 or V32, or ours over bf16 or FP8. Packing and\n"
+    "gathering are compared with a copy of as many bytes."
 )
 RATIOS_PLOT = "![ratio to the peer by kind of work](benchmarks/results/ratios.png)"
 PLOTS = {

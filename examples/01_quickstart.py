@@ -1,8 +1,8 @@
-"""Sparse MLA at DeepSeek-V3.2 sizes, decode and prefill, beside float64 attention over the same rows.
+"""Sparse MLA at DeepSeek-V3.2 sizes: decode and prefill, compared with float64 attention over the same rows.
 
-Three requests have their tokens in one paged FP8 cache, in blocks scattered over it. Each decodes one query token
-that attends to 2048 of its own tokens; a fourth request is a prefill of a few query tokens over flat bf16 rows.
-Needs NumPy and ml_dtypes; runs on the GPU by itself where CuPy finds one.
+Three requests have their tokens in one paged FP8 cache, in blocks scattered over it. Each decodes one query token,
+which attends to 2048 of the request's tokens. A fourth request is a prefill of a few query tokens over flat bf16 rows.
+Needs NumPy and ml_dtypes. Runs on the GPU if CuPy finds one.
 
     python examples/01_quickstart.py
 """
@@ -25,10 +25,10 @@ except ModuleNotFoundError as missing:
 HEADS, D_QK, D_V, TOPK = 128, 576, 512, 2048
 BLOCK_SIZE = 64
 CONTEXTS = (3000, 5000, 4100)  # tokens of the decode requests
-PROMPT, CHUNK = 4096, 4  # tokens of the prefill request, and how many of them ask
-SCALE = 192**-0.5  # DeepSeek-V3.2's: 128 + 64 values of a head before weights are absorbed; no yarn factor here
+PROMPT, CHUNK = 4096, 4  # tokens of the prefill request, and how many of them are queries
+SCALE = 192**-0.5  # as in DeepSeek-V3.2: a head has 128 + 64 values before absorption; without its yarn factor
 
-# Largest error allowed: absolute or relative, and the cosine difference (cupy_mla's specification).
+# Largest errors allowed: each element must be within the absolute or the relative one; and the cosine difference.
 BOUNDS = {"decode": (1e-3, 2.01 / 128, 5e-6), "prefill": (8e-4, 3.01 / 128, 7e-6)}
 
 ON_GPU = cupy_mla.cuda_available()
@@ -36,7 +36,7 @@ PLACE = ("cupy", 0) if ON_GPU else ("numpy", -1)
 
 
 def device(array: np.ndarray) -> Any:
-    """The array where the work is done: on the GPU where there is one."""
+    """The array on the GPU if there is one, else as it is."""
     return cupy_mla.to_cupy(array) if ON_GPU else array
 
 
@@ -45,7 +45,7 @@ def random_rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def timed(call: Callable[[], tuple[Any, ...]]) -> tuple[np.ndarray, float]:
-    """The call's first result as NumPy, and its milliseconds; on the GPU after a first call that compiles."""
+    """The first result of a call in NumPy, and its milliseconds. On the GPU a call before it compiles the kernels."""
     if ON_GPU:
         cupy_mla.to_numpy(call()[0])
     start = time.perf_counter()
@@ -73,13 +73,13 @@ def decode(rng: np.random.Generator) -> tuple[str, np.ndarray, np.ndarray, float
     latent, rope = random_rows(rng, sum(CONTEXTS), 512), random_rows(rng, sum(CONTEXTS), 64)
     cupy_mla.concat_and_cache_mla(device(latent), device(rope), cache, device(np.concatenate(slots)))
 
-    # In a model the indexer chooses; here chance does.
+    # In a model the indexer chooses the tokens. Here they are random.
     chosen = np.stack([rng.choice(own, TOPK, replace=False) for own in slots])
     q, indices = random_rows(rng, len(CONTEXTS), 1, HEADS, D_QK), chosen[:, None].astype(np.int32)
     on_device = device(q), cache, device(indices)
     out, ms = timed(lambda: cupy_mla.sparse_decode(*on_device, SCALE))
 
-    rows = [cupy_mla.to_numpy(cupy_mla.unpack_rows(cache, device(own))) for own in chosen]  # as the cache holds them
+    rows = [cupy_mla.to_numpy(cupy_mla.unpack_rows(cache, device(own))) for own in chosen]  # as they are cached
     want = np.stack([dense(*pair) for pair in zip(q[:, 0], rows, strict=True)])
     return f"{len(CONTEXTS)} queries x {HEADS} heads x {TOPK} FP8 rows", out[:, 0], want, ms
 

@@ -1,25 +1,25 @@
-"""DeepSeek-V3.2 of Hugging Face transformers, its attention and its indexer replaced by this package, on a real text.
+"""DeepSeek-V3.2 of Hugging Face transformers on a real text; this package replaces its attention and its indexer.
 
 The model is transformers' own `DeepseekV32ForCausalLM`, small and with random weights but with the real sizes of MLA
 (latent 512, RoPE 64, keys and values of 128 a head). The text is read as bytes, so no tokenizer is needed. The model
-prefills the text and decodes on, four times over:
+prefills the beginning of the text and decodes the rest, in four variants:
 
 - eager attention in float32: the yardstick;
-- eager attention in bfloat16: what bfloat16 costs anyway;
-- ours, paged bf16 cache, and ours, paged FP8 cache: absorbed weights, shuffled blocks, only the chosen rows read; the
-  indexer's queries and keys are FP8 in both, the keys in paged caches.
+- eager attention in bfloat16: the error of bfloat16 alone;
+- ours with a paged bf16 cache, and ours with a paged FP8 cache. Both absorb weights, scatter blocks over the cache and
+  read only the chosen rows. The indexer's queries and keys are FP8, and its keys are in a paged cache.
 
-The indexer chooses rows by score, and among random weights many scores are nearly equal: one rounding earlier, another
-row is chosen. So everything runs twice, once with all models on the rows that the float32 model chose, which shows the
-attention's own error, and once with each on the rows that its own indexer chooses, which is what a user gets. In both
-runs the indexers are asked: how many of the float32 model's rows they choose is their recall. In the first it shows
-their own error, in the second that of the hidden states as well.
+The indexer chooses rows by score. With random weights many scores are nearly equal, so a rounding error may change the
+choice. So everything runs twice. First, all variants attend to the rows that the float32 model chose, which shows the
+error of the attention alone. Then each attends to the rows that its own indexer chooses, as in real use. In both runs
+the recall of an indexer is the part of the float32 model's rows that it chooses. In the first run it shows the
+indexer's own error, in the second also that of the hidden states.
 
     python examples/02_transformers_deepseek_v32.py [--text FILE] [--prompt 768] [--new 16] [--seed 0]
 
-Takes 12 s on two CPU cores, after as long for importing torch and transformers. Ends with an error when ours with the
-bf16 cache is further from float32 than `BOUND` times eager bfloat16, both on the same rows, or when its indexer's own
-recall is less than `RECALL`.
+Takes 12 s on two CPU cores, and 12 s more to import torch and transformers. Ends with an error if, on the same rows,
+ours with the bf16 cache is further from float32 than `BOUND` times eager bfloat16, or if the recall of its indexer is
+less than `RECALL`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's idle threads sleep: spinning, they slow NumPy's down
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads of torch sleep; if they spin, NumPy is slower
 
 try:
     import torch
@@ -60,7 +60,7 @@ EAGER = "eager bfloat16"
 OURS = {"ours, bf16 cache": "bf16", "ours, FP8 cache": "v32_fp8"}
 RUNS = (YARDSTICK, EAGER, *OURS)
 
-Rows = list[torch.Tensor]  # what the indexers chose: [1, tokens, topk] a layer and call
+Rows = list[torch.Tensor]  # rows that the indexers chose: [1, tokens, topk] for each layer and call
 
 
 def build(dtype: torch.dtype, device: str) -> DeepseekV32ForCausalLM:
@@ -70,7 +70,7 @@ def build(dtype: torch.dtype, device: str) -> DeepseekV32ForCausalLM:
 
 @contextmanager
 def chosen_rows(model: DeepseekV32ForCausalLM, replay: Rows | None = None) -> Iterator[Rows]:
-    """Collects what the model's indexers choose, call after call; with `replay`, the model attends to that instead."""
+    """Collects the rows that the model's indexers choose. With `replay` the model attends to those rows instead."""
     chosen: Rows = []
 
     def hook(_module: torch.nn.Module, _arguments: tuple, own_choice: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def chosen_rows(model: DeepseekV32ForCausalLM, replay: Rows | None = None) -> It
 
 @torch.no_grad()
 def follow(model: DeepseekV32ForCausalLM, tokens: torch.Tensor, prompt: int, cache: Cache | None) -> torch.Tensor:
-    """Logits [tokens, vocab] of a forced text: `prompt` tokens prefilled, the rest decoded one by one."""
+    """Logits [tokens, vocab] of a given text: `prompt` tokens are prefilled, the rest are decoded one by one."""
     result = model(tokens[:, :prompt], past_key_values=cache, use_cache=True)
     logits = [result.logits]
     for i in range(prompt, tokens.shape[1]):
@@ -98,7 +98,7 @@ def follow(model: DeepseekV32ForCausalLM, tokens: torch.Tensor, prompt: int, cac
 
 @torch.no_grad()
 def generate(model: DeepseekV32ForCausalLM, prompt: torch.Tensor, new: int, cache: Cache | None) -> torch.Tensor:
-    """The `new` tokens that the model itself goes on with, always the likeliest."""
+    """`new` tokens that the model generates, always the likeliest."""
     result = model(prompt, past_key_values=cache, use_cache=True)
     tokens = [result.logits[:, -1:].argmax(-1)]
     while len(tokens) < new:
@@ -133,12 +133,12 @@ def show_tokens(tokens: dict[str, torch.Tensor]) -> None:
 
 
 def recall(rows: Rows, wanted: Rows) -> float:
-    """The part of the wanted rows that were chosen, for tokens that see more rows than they choose."""
+    """The part of the wanted rows that was chosen, for tokens that see more rows than they choose."""
     shared = total = end = 0
     for i, (mine, theirs) in enumerate(zip(rows, wanted, strict=True)):
         queries, topk = theirs.shape[1:]
         end += queries if i % CONFIG["num_hidden_layers"] == 0 else 0
-        last = torch.arange(end - queries, end, device=theirs.device)[:, None]  # row that each token sees last
+        last = torch.arange(end - queries, end, device=theirs.device)[:, None]  # the last row that each token sees
         a, b = (
             torch.zeros(queries, end + 1, device=r.device).scatter_(1, r[0].long().where(r[0] >= 0, end), 1)
             for r in (mine, theirs)
@@ -150,18 +150,18 @@ def recall(rows: Rows, wanted: Rows) -> float:
 
 
 class Comparison:
-    """The four runs: the same weights twice, eager and with this package's attention."""
+    """The four variants: the same weights in bfloat16 and float32, eager or with this package's attention."""
 
     def __init__(self, prompt: int, new: int, device: str) -> None:
         self.model, self.yardstick = build(torch.bfloat16, device), build(torch.float32, device)
         self.yardstick.load_state_dict(self.model.state_dict())
-        # A pool with room to spare: the request's blocks come from anywhere in it.
+        # The cache has twice the blocks that the request needs, and the request's blocks are anywhere in it.
         blocks = -(-(prompt + new) // BLOCK_SIZE)
         self.block_table = torch.randperm(2 * blocks)[:blocks].view(1, -1).to(device)
 
     @contextmanager
     def run(self, name: str) -> Iterator[tuple[DeepseekV32ForCausalLM, Cache | None]]:
-        """The model and the empty cache of one run (None: transformers makes its own)."""
+        """The model and the empty cache of one variant (None: transformers makes its own)."""
         if name not in OURS:
             yield self.yardstick if name == YARDSTICK else self.model, None
             return
@@ -172,7 +172,7 @@ class Comparison:
             )
 
     def follow(self, tokens: torch.Tensor, prompt: int, replay: Rows | None) -> tuple[dict, dict]:
-        """Every run's logits of the forced text, and the rows it chose."""
+        """The logits of each variant for the given text, and the rows it chose."""
         logits, chosen = {}, {}
         for name in RUNS:
             with self.run(name) as (model, cache), chosen_rows(model, replay) as chosen[name]:
@@ -180,7 +180,7 @@ class Comparison:
         return logits, chosen
 
     def generate(self, prompt: torch.Tensor, new: int) -> dict[str, torch.Tensor]:
-        """The tokens every run goes on with."""
+        """The tokens that each variant generates."""
         tokens = {}
         for name in RUNS:
             with self.run(name) as (model, cache):

@@ -1,17 +1,17 @@
-"""A small continuous-batching loop on the metadata builders, the indexer and the backend of DeepSeek-V3.2 layers.
+"""A small continuous-batching loop with the metadata builders, the indexer and the backend of DeepSeek-V3.2 layers.
 
-Requests of different lengths arrive over time. Each is admitted when the cache has room for all of its tokens, its
-prompt is prefilled in chunks beside the decodes of the others, it decodes its output a token a step, and gives its
-blocks back. One layer is computed: new latent rows and the indexer's keys go into their paged caches, the indexer
-chooses tokens, the queries are absorbed, attend and are projected up. There is no model: rows, keys, queries and
-weights are random.
+Requests of different lengths arrive over time. A request is admitted when the cache has room for all of its tokens. Its
+prompt is prefilled in chunks, in the same steps as the decodes of other requests. Then it decodes one token in each
+step, and at the end it frees its blocks. One layer is computed: new latent rows and indexer keys are written to their
+paged caches, the indexer chooses tokens, the queries are absorbed and attend, and the results are projected up. There
+is no model: rows, keys, queries and weights are random.
 
-Runs on the GPU at DeepSeek-V3.2's sizes where CuPy finds one, else on the CPU at small ones.
+If CuPy finds a GPU, it runs there at DeepSeek-V3.2's sizes, else on the CPU at small sizes.
 
     python examples/03_serve_batch.py [--cache fp8_ds_mla|bf16] [--requests N] [--seed N]
 
-Needs rich (pip install '.[examples]' in the checkout). Ends with an error when a sampled token's attention is out of
-tolerance, or its chosen tokens are not those of the largest logits in float64.
+Needs rich (pip install '.[examples]' in the checkout). Ends with an error if the attention of a sampled token is out of
+tolerance, or if its chosen tokens are not those with the largest logits in float64.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 ON_GPU = cupy_mla.cuda_available()
 LATENT, ROPE, D_NOPE, D_V = 512, 64, 128, 128
 SCALE = (D_NOPE + ROPE) ** -0.5  # DeepSeek-V3.2's, without its yarn factor
-ABSOLUTE, RELATIVE = 1e-3, 3.01 / 128  # an element must be within one of the two
+ABSOLUTE, RELATIVE = 1e-3, 3.01 / 128  # the error of each element must be below one of the two
 INDEX_D = 128
-LOGIT_TOLERANCE = 1e-4  # of the largest logit: rows chosen and left out may differ from float64's order by so much
+LOGIT_TOLERANCE = 1e-4  # of the largest logit: by so much the choice may differ from the order in float64
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Request:
     prompt: int
     output: int
     arrival: int  # step
-    cached: int = 0  # tokens that the cache holds
+    cached: int = 0  # tokens in the cache
     blocks: list[int] = field(default_factory=list)
 
     @property
@@ -98,7 +98,7 @@ class BlockAllocator:
         return self.num_blocks - len(self._free)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` blocks, or None when fewer are free."""
+        """`count` blocks, or None if fewer are free."""
         return [self._free.popleft() for _ in range(count)] if count <= len(self._free) else None
 
     def give_back(self, blocks: list[int]) -> None:
@@ -107,7 +107,7 @@ class BlockAllocator:
 
 @dataclass(frozen=True)
 class Checked:
-    """A step's queries in two parts, the indexer's queries and weights, the tokens chosen, and the attention."""
+    """What the checks need of a step: queries in two parts, the indexer's queries, weights and choice, results."""
 
     q: tuple[Any, Any]
     q8: Any
@@ -117,7 +117,7 @@ class Checked:
 
 
 class Layer:
-    """One attention layer with its cache, where the work is done."""
+    """One attention layer with its caches, on the GPU or the CPU."""
 
     def __init__(self, sizes: Sizes, cache_dtype: CacheLayout, seed: int | None) -> None:
         place = Place("cupy", 0) if ON_GPU else Place("numpy", -1)
@@ -159,11 +159,11 @@ class Layer:
         return self.indexer.forward(keys, q8, w, self.keys, metadata, self.topk_indices), q8, w
 
     def forward(self, batch: BatchMetadata) -> tuple[Any, Checked]:
-        """One step: returns the layer's output, and what it takes to check what led to it."""
+        """One step: returns the layer's output and what the checks need."""
         tokens, heads = batch.num_actual_tokens, self.config.num_heads
         metadata = self.builder.build(batch)
         rows = self.random(tokens, LATENT), self.random(tokens, ROPE)
-        # Power-of-two scales: what FP8 holds is then exact in bf16, too, and the same for every path.
+        # With power-of-two scales, FP8 values are exact in bf16, so every path reads the same values.
         cupy_mla.concat_and_cache_mla(*rows, self.cache, metadata.slot_mapping, scale_format="ue8m0")
         topk_indices, q8, w = self.choose_tokens(batch)
         ql_nope = cupy_mla.absorb_q(self.random(tokens, heads, D_NOPE), self.w_uk)
@@ -176,7 +176,7 @@ class Layer:
             self.xp.cuda.get_current_stream().synchronize()
 
     def error_of(self, t: int, position: int, request: Request, step: Checked) -> tuple[float, bool]:
-        """Largest difference of a token's attention to float64 over the rows it chose, and if that is in tolerance."""
+        """A token's largest error to float64 over its chosen rows, and whether that and the choice are in tolerance."""
         chosen = cupy_mla.to_numpy(step.topk_indices[t])
         chosen = chosen[chosen >= 0]
         rows = self.rows_of(self.cache, request, chosen)
@@ -189,13 +189,13 @@ class Layer:
         return float(error.max()), in_tolerance and self.best_chosen(t, position, request, chosen, step)
 
     def rows_of(self, cache: Any, request: Request, positions: np.ndarray) -> np.ndarray:
-        """The rows of a request's positions as a cache holds them, float64."""
+        """The cached rows at some positions of a request, in float64."""
         table = np.array([request.blocks], np.int32)
         slots = cupy_mla.slots_of(table, positions[None], self.config.block_size)[0]
         return cupy_mla.to_numpy(cupy_mla.unpack_rows(cache, self.xp.asarray(slots))).astype(np.float64)
 
     def best_chosen(self, t: int, position: int, request: Request, chosen: np.ndarray, step: Checked) -> bool:
-        """If the tokens that a token chose are those of the largest logits in float64, of keys as they are cached."""
+        """Whether a token's chosen tokens have the largest logits, computed in float64 from the cached keys."""
         seen = np.arange(position + 1)
         count = min(len(seen), self.config.topk)
         if len(set(chosen.tolist())) != count or not np.isin(chosen, seen).all():
@@ -214,13 +214,13 @@ class Totals:
     prompt_tokens: int = 0
     output_tokens: int = 0
     seconds: float = 0.0
-    blocks: list[int] = field(default_factory=list)  # in use, a step
+    blocks: list[int] = field(default_factory=list)  # in use in each step
     errors: list[float] = field(default_factory=list)
     in_tolerance: bool = True
 
 
 class Server:
-    """Admits, schedules and finishes requests around the layer."""
+    """Admits, schedules and finishes requests."""
 
     def __init__(self, sizes: Sizes, layer: Layer, rng: np.random.Generator) -> None:
         self.sizes = sizes
@@ -266,7 +266,7 @@ class Server:
         return totals
 
     def admit(self, running: list[Request], waiting: deque[Request], step: int) -> None:
-        """Requests that have arrived, in order, as long as there are blocks for all of their tokens."""
+        """Admits requests that have arrived, in order, while there are blocks for all of their tokens."""
         while waiting and waiting[0].arrival <= step and len(running) < self.sizes.max_num_seqs:
             blocks = self.allocator.take(-(-waiting[0].length // self.sizes.block_size))
             if blocks is None:
@@ -275,14 +275,14 @@ class Server:
             running.append(waiting.popleft())
 
     def schedule(self, running: list[Request]) -> list[tuple[Request, int]]:
-        """Query tokens of each request in this step: one a decode, then prompts as far as the step has room."""
+        """Query tokens of each request in this step: first one for each decode, then prompts while there is room."""
         room, work = self.sizes.tokens_a_step, []
         for request in sorted(running, key=lambda r: r.cached < r.prompt):
             count = min(max(request.prompt - request.cached, 1), room)
             if count:
                 work.append((request, count))
                 room -= count
-        return sorted(work, key=lambda item: item[1] > 1)  # the last token of a prompt alone is as good as a decode
+        return sorted(work, key=lambda item: item[1] > 1)  # one token of a prompt counts as a decode
 
     def batch_of(self, work: list[tuple[Request, int]]) -> BatchMetadata:
         table = np.zeros((len(work), max(len(request.blocks) for request, _ in work)), np.int32)

@@ -1,25 +1,25 @@
-"""DeepSeek V4 of Hugging Face transformers, its attention and its indexer replaced by this package, on a real text.
+"""DeepSeek V4 of Hugging Face transformers on a real text; this package replaces its attention and its indexer.
 
 The model is transformers' own `DeepseekV4ForCausalLM`, small and with random weights, but with the real head size (512,
 of which 64 RoPE) and one layer of each kind: sliding window alone, compressed 4:1 with an indexer (C4A), and compressed
-128:1 (C128A). The text is read as bytes. The model prefills it and decodes on; in our run its projections and the
-weights of its compressors feed paged caches, rows in layout V4_FP8 and the indexer's keys in INDEXER_FP8, over which
-`IndexerImpl` chooses and `DeepseekV4Impl` attends:
+128:1 (C128A). The text is read as bytes. The model prefills its beginning and decodes the rest, in four variants:
 
-- eager float32, FP8 rows: the yardstick; the rows are rounded as the cache rounds them, everything else is float32;
-- eager bfloat16, FP8 rows: the same in bfloat16, which shows what that costs;
-- eager bfloat16: without the rounding, which shows what FP8 rows cost;
-- ours: shuffled blocks, whose every byte is NaN until it is written.
+- eager float32, FP8 rows: the yardstick. Rows are rounded as the cache rounds them, everything else is float32;
+- eager bfloat16, FP8 rows: the same in bfloat16, which shows the error of bfloat16;
+- eager bfloat16: without the rounding, which shows the error of FP8 rows;
+- ours: the model's projections and compressors write paged caches, rows in layout V4_FP8 and the indexer's keys in
+  INDEXER_FP8. `IndexerImpl` chooses rows and `DeepseekV4Impl` attends to them. Blocks are scattered over the caches,
+  and every byte is NaN until it is written.
 
-The indexer chooses compressed rows by score, and one rounding earlier another row is chosen. So the logits are compared
-twice: with all runs on the rows that the yardstick chose, and with each on its own. How many of the yardstick's rows an
-indexer chooses is its recall.
+The indexer chooses compressed rows by score, and a rounding error may change the choice. So the logits are compared
+twice: first all variants attend to the rows that the yardstick chose, then each to its own. The recall of an indexer is
+the part of the yardstick's rows that it chooses.
 
     python examples/04_deepseek_v4.py [--text FILE] [--prompt 620] [--new 32] [--seed 0]
 
-Takes 8 s on two CPU cores, after 10 for importing torch and transformers. Ends with an error when ours is further from
-the yardstick than `BOUND` times eager bfloat16, both on the same rows, or when its indexer's own recall is less than
-`RECALL`.
+Takes 8 s on two CPU cores, and 10 s more to import torch and transformers. Ends with an error if, on the same rows,
+ours is further from the yardstick than `BOUND` times eager bfloat16 with FP8 rows, or if the recall of its indexer is
+less than `RECALL`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's idle threads sleep: spinning, they slow NumPy's down
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads of torch sleep; if they spin, NumPy is slower
 
 try:
     import torch
@@ -53,14 +53,14 @@ CONFIG = {
     "vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 3, "layer_types": list(RATIOS),
     "num_attention_heads": 8, "head_dim": 512, "q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 128,
     "sliding_window": 64, "index_n_heads": 8, "index_head_dim": 128, "index_topk": 32, "hc_mult": 2,
-    # Every expert works on every token: no choice that a rounding could change.
+    # Every expert gets every token, so there is no choice that a rounding error could change.
     "mlp_layer_types": ["moe"] * 3, "moe_intermediate_size": 256, "n_routed_experts": 2, "num_experts_per_tok": 2,
     "initializer_range": 0.05,  # large enough that some rows clearly weigh more than others
 }  # fmt: skip
 YARDSTICK, EAGER, UNROUNDED, OURS = "eager float32, FP8 rows", "eager bfloat16, FP8 rows", "eager bfloat16", "ours"
 RUNS = (YARDSTICK, EAGER, UNROUNDED, OURS)
 
-Rows = list[torch.Tensor]  # what the indexer chose: [1, tokens, topk] a call
+Rows = list[torch.Tensor]  # rows that the indexer chose: [1, tokens, topk] for each call
 
 
 def build(dtype: torch.dtype, device: str) -> DeepseekV4ForCausalLM:
@@ -72,7 +72,7 @@ def build(dtype: torch.dtype, device: str) -> DeepseekV4ForCausalLM:
 
 
 def paged_cache(config: DeepseekV4Config, longest: int, device: str) -> PagedV4Cache:
-    """Empty caches of one request, every byte NaN. Its blocks come from anywhere in pools with room to spare."""
+    """Caches of one request, filled with NaN, with twice the blocks that it needs; its blocks are anywhere in them."""
     blocks = (-(-longest // size) for size in (SWA_BLOCK, BLOCK))
     tables = [torch.randperm(2 * n)[None, :n] for n in blocks]
     cache = PagedV4Cache(config, *tables, swa_block_size=SWA_BLOCK, block_size=BLOCK, device=device)
@@ -84,7 +84,7 @@ def paged_cache(config: DeepseekV4Config, longest: int, device: str) -> PagedV4C
 
 @contextmanager
 def chosen_rows(model: DeepseekV4ForCausalLM, replay: Rows | None) -> Iterator[Rows]:
-    """Collects what the model's indexer chooses, call after call; with `replay`, the model attends to that instead."""
+    """Collects the rows that the model's indexer chooses. With `replay` the model attends to those rows instead."""
     chosen: Rows = []
 
     def hook(_module: torch.nn.Module, _arguments: tuple, own_choice: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ def chosen_rows(model: DeepseekV4ForCausalLM, replay: Rows | None) -> Iterator[R
 
 
 def rounded(rows: torch.Tensor) -> torch.Tensor:
-    """Latent rows with their NoPE part as the V4_FP8 cache holds it: e4m3 under a power of two for every 64 values."""
+    """Latent rows, the NoPE part rounded as in a V4_FP8 cache: e4m3 with a power-of-two scale for 64 values."""
     tiles = rows[..., :448].float().unflatten(-1, (7, 64))
     scale = torch.exp2(torch.ceil(torch.log2(tiles.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448)))
     tiles = (tiles / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
@@ -111,7 +111,7 @@ def rounded(rows: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def fp8_rows(model: DeepseekV4ForCausalLM) -> Iterator[None]:
-    """While the context lasts, the model's own attention sees rounded rows, compressed ones too (RoPE comes after)."""
+    """Inside the context the model's own attention sees rounded rows, also compressed ones. RoPE is applied after."""
     attentions = [layer.self_attn for layer in model.model.layers]
     modules = attentions + [a.compressor for a in attentions if a.compressor is not None]
     hooks = [m.kv_norm.register_forward_hook(lambda _m, _a, rows: rounded(rows)) for m in modules]
@@ -123,7 +123,7 @@ def fp8_rows(model: DeepseekV4ForCausalLM) -> Iterator[None]:
 
 
 class Comparison:
-    """The four runs over the same weights."""
+    """The four variants, with the same weights."""
 
     def __init__(self, longest: int, device: str) -> None:
         self.model, self.yardstick = build(torch.bfloat16, device), build(torch.float32, device)
@@ -132,7 +132,7 @@ class Comparison:
 
     @torch.no_grad()
     def follow(self, name: str, tokens: torch.Tensor, prompt: int, replay: Rows | None) -> tuple[torch.Tensor, Rows]:
-        """Logits [tokens, vocab] of a forced text, `prompt` tokens prefilled and the rest decoded; chosen rows."""
+        """Logits [tokens, vocab] of a given text, `prompt` tokens prefilled, the rest decoded; and the chosen rows."""
         model = self.yardstick if name == YARDSTICK else self.model
         cache: Cache = DynamicCache(config=model.config)
         if name == OURS:
@@ -146,7 +146,7 @@ class Comparison:
         return torch.cat(logits, 1)[0].float(), chosen
 
     def all(self, tokens: torch.Tensor, prompt: int, replay: Rows | None) -> tuple[dict, dict]:
-        """Every run's logits and chosen rows."""
+        """The logits and chosen rows of each variant."""
         results = {name: self.follow(name, tokens, prompt, replay) for name in RUNS}
         return {n: r[0] for n, r in results.items()}, {n: r[1] for n, r in results.items()}
 
@@ -170,7 +170,7 @@ def show_logits(logits: dict[str, torch.Tensor], prompt: int) -> None:
 
 
 def recall(rows: Rows, wanted: Rows) -> float:
-    """The part of the wanted rows that were chosen, for tokens that see more rows than they choose."""
+    """The part of the wanted rows that was chosen, for tokens that see more rows than they choose."""
     shared = total = seen = 0
     for mine, theirs in zip(rows, wanted, strict=True):
         for a, b in zip(mine[0].tolist(), theirs[0].tolist(), strict=True):

@@ -1,25 +1,27 @@
-"""One attention layer of DeepSeek-V3.2 in a decode step, from its weights to its output, beside dense attention.
+"""One attention layer of DeepSeek-V3.2 in a decode step, from its weights to its output, compared with dense attention.
 
 Three requests have their tokens in two paged FP8 caches: latent rows in layout V32_FP8, the indexer's keys in layout
-INDEXER_FP8. Weights and hidden states are random, weights under the names and in the shapes of the checkpoint. A step:
+INDEXER_FP8. Weights and hidden states are random. Weights have the names and axes of the checkpoint. A step:
 
     1. hidden states -> latent rows, RoPE parts and indexer keys, packed into the caches
     2. hidden states -> queries, absorbed into the latent space (absorb_q)
-    3. the indexer scores every token of a request (quantize_indexer_q) and keeps the slots of the best
-       (select_rows_paged)
+    3. the indexer scores every token of a request (quantize_indexer_q), and selects the slots of those with the
+       largest scores (select_rows_paged)
     4. sparse_decode over these slots
     5. v_up_proj: latent output -> values, and o_proj
 
-Beside it stands the attention that the model defines, in float64: keys and values expanded for every head, nothing
-absorbed, over the same chosen tokens, once with latent rows as they were computed and once as the cache holds them.
-From the first the result is about 0.03 away, relative: e4m3 has 3 bits of mantissa, so a stored value is off by up to
-1/16 of itself and by 0.026 on average (root mean square); it is the same for a value and for a weighted mean of many,
-which have errors and sizes that shrink alike. From the second it is as close as bfloat16 allows.
+The result is compared with the attention that the model defines, in float64 and over the same chosen tokens: keys and
+values are expanded for every head, and nothing is absorbed. This is done twice:
 
-The indexer scores e4m3 queries and keys. How many of the tokens that the model's float scores would choose it chose is
-its recall.
+- with latent rows as they were computed. The relative distance is about 0.03, because e4m3 has 3 bits of mantissa: a
+  stored value is off by up to 1/16 of itself, and by 0.026 on average (root mean square). A weighted mean of many
+  values has the same relative error, because errors and values shrink alike;
+- with latent rows as the cache holds them. The distance is then that of bfloat16.
 
-Needs NumPy and ml_dtypes; runs on the GPU by itself where CuPy finds one (with nvidia-cublas-cu12, for the products).
+The indexer scores e4m3 queries and keys. Its recall is the part of the tokens with the largest float scores that it
+selects.
+
+Needs NumPy and ml_dtypes. Runs on the GPU if CuPy finds one (with nvidia-cublas-cu12, for matrix products).
 
     python examples/05_full_pipeline.py
 """
@@ -41,9 +43,9 @@ BF16 = ml_dtypes.bfloat16
 HIDDEN, Q_LORA = 1024, 384  # the model: 7168, 1536
 HEADS, INDEX_HEADS, TOPK = 16, 16, 128  # the model: 128, 64, 2048
 LATENT, ROPE, NOPE, V, INDEX = 512, 64, 128, 128, 128  # the model's
-SCALE = (NOPE + ROPE) ** -0.5  # the model's, but for the square of its yarn factor, which this layer does not have
+SCALE = (NOPE + ROPE) ** -0.5  # the model's, without the square of its yarn factor
 BLOCK_SIZE = 64
-CONTEXTS = np.array([300, 650, 411])  # tokens of each request, the one that is decoded included
+CONTEXTS = np.array([300, 650, 411])  # tokens of each request, with the one that is decoded
 FP8_BOUND, STORED_BOUND, RECALL = 0.04, 0.008, 0.9
 
 ON_GPU = cupy_mla.cuda_available()
@@ -63,7 +65,7 @@ SHAPES = {
 
 
 def device(array: np.ndarray) -> Any:
-    """The array where the work is done: on the GPU where there is one."""
+    """The array on the GPU if there is one, else as it is."""
     return cupy_mla.to_cupy(array) if ON_GPU else array
 
 
@@ -82,14 +84,14 @@ def cos_sin(positions: np.ndarray) -> np.ndarray:
 
 
 def rope(x: np.ndarray, positions: np.ndarray, interleaved: bool) -> np.ndarray:
-    """Rotate the pairs of x [T, ..., 64]: neighbours in attention, values i and i + 32 in the indexer."""
+    """Rotates pairs of x [T, ..., 64]: neighbours (interleaved, in attention), or i and i + 32 (in the indexer)."""
     cos, sin = np.split(cos_sin(positions).reshape(len(x), *[1] * (x.ndim - 2), ROPE), 2, -1)
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., : ROPE // 2], x[..., ROPE // 2 :])
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(np.float32)
 
 
 class Layer:
-    """Projections of one layer, in float32 on the host; whatever they give is rounded to bfloat16."""
+    """Projections of one layer, in float32 on the host. Their results are rounded to bfloat16."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.weights = {name: rng.normal(0, s[1] ** -0.5, s).astype(np.float32) for name, s in SHAPES.items()}
@@ -100,14 +102,14 @@ class Layer:
         return x @ self.weights[name].T
 
     def rows(self, hidden: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What is cached of each token: latent row [T, 512], RoPE part [T, 64], indexer key [T, 128]."""
+        """What is cached for each token: latent row [T, 512], RoPE part [T, 64], indexer key [T, 128]."""
         latent, k_pe = np.split(self.project("kv_a_proj_with_mqa", hidden), [LATENT], axis=-1)
         key = layer_norm(self.project("indexer.wk", hidden))
         key[:, :ROPE] = rope(key[:, :ROPE], positions, interleaved=False)
         return rms_norm(latent).astype(BF16), rope(k_pe, positions, interleaved=True).astype(BF16), key.astype(BF16)
 
     def queries(self, hidden: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
-        """q_nope [T, h, 128], q_pe [T, h, 64], and the indexer's: queries [T, H, 128], not rotated, weights [T, H]."""
+        """q_nope [T, h, 128], q_pe [T, h, 64], the indexer's queries [T, H, 128] before RoPE, weights [T, H]."""
         latent = rms_norm(self.project("q_a_proj", hidden))
         q = self.project("q_b_proj", latent).reshape(-1, HEADS, NOPE + ROPE)
         q_pe = rope(q[..., NOPE:], positions, interleaved=True)
@@ -117,7 +119,7 @@ class Layer:
 
 
 class Caches:
-    """Both caches of a layer, and the blocks of each request, scattered over them."""
+    """Both caches of a layer, and the blocks of each request, which are scattered over them."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         blocks = -(-CONTEXTS // BLOCK_SIZE)
@@ -135,7 +137,7 @@ class Caches:
         cupy_mla.indexer_k_quant_and_cache(device(key), self.keys, slots)
 
     def gather(self) -> np.ndarray:
-        """The rows [tokens, 576] of all requests as the cache holds them."""
+        """The cached rows [tokens, 576] of all requests."""
         starts = np.concatenate([[0], np.cumsum(CONTEXTS)]).astype(np.int32)
         table = device(self.block_table)
         rows = device(np.zeros((starts[-1], LATENT + ROPE), BF16))
@@ -144,7 +146,7 @@ class Caches:
         return cupy_mla.to_numpy(rows)
 
     def choose(self, index_q: np.ndarray, weights: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Slots [T, topk] of what the last token of each request attends to, and their positions."""
+        """Slots [T, topk] that the last token of each request attends to, and their positions."""
         longest = int(CONTEXTS.max())
         angles = device(cos_sin(np.arange(longest)))
         q8, w = cupy_mla.quantize_indexer_q(
@@ -156,7 +158,7 @@ class Caches:
 
 
 def best(query: np.ndarray, weights: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """The topk positions that the model defines to be chosen, by a rotated query [H, 128] of keys [n, 128]."""
+    """The topk positions that the model itself would select, from a rotated query [H, 128] and keys [n, 128]."""
     scores = np.maximum(keys.astype(np.float64) @ query.astype(np.float64).T, 0) @ weights
     return np.argsort(-scores, kind="stable")[:TOPK]
 
@@ -175,7 +177,7 @@ def main() -> int:
     layer, caches = Layer(rng), Caches(rng)
     hidden = [rng.standard_normal((tokens, HIDDEN), np.float32) for tokens in CONTEXTS]
 
-    # 1. All tokens into the caches; those of a prompt were packed in earlier steps.
+    # 1. Pack all tokens into the caches. In a server, earlier steps have packed all but the last token.
     computed, keys = [], []
     for request, x in enumerate(hidden):
         positions = np.arange(len(x))
@@ -184,15 +186,15 @@ def main() -> int:
         computed.append(np.concatenate([latent, k_pe], -1))
         keys.append(key)
 
-    # 2. The last token of each request asks.
+    # 2. The last token of each request is the query.
     q_nope, q_pe, index_q, index_weights = layer.queries(np.stack([x[-1] for x in hidden]), CONTEXTS - 1)
     q = device(np.zeros((len(CONTEXTS), HEADS, LATENT + ROPE), BF16))
     cupy_mla.concat_mla_q(cupy_mla.absorb_q(device(q_nope), layer.w_uk), device(q_pe), q)
 
-    # 3. The indexer chooses slots; dense attention needs their positions.
+    # 3. The indexer selects slots. Dense attention, for the comparison, needs their positions.
     slots, chosen = caches.choose(index_q, index_weights)
 
-    # 4. and 5. Attention in the latent space, values, output.
+    # 4. and 5. Attention in the latent space, then values, then the output projection.
     latent_out, _ = cupy_mla.sparse_decode(q[:, None], caches.rows, slots[:, None], sm_scale=SCALE)
     values = cupy_mla.to_numpy(cupy_mla.v_up_proj(latent_out[:, 0], layer.w_uv)).astype(np.float32)
     out = layer.project("o_proj", values.reshape(len(CONTEXTS), -1))

@@ -1,14 +1,20 @@
-"""Decode with the rows of every request divided over ranks: context parallelism.
+"""Context parallelism: decode with the rows of every request divided over ranks.
 
-Each rank holds every other token of each request, as KV row and as indexer key, and half of the heads. A step sends
-its queries to all ranks, writes the new token on the rank that it belongs to, finds the keys with the largest logits
-among those of all ranks, attends over its own of them with all heads, and merges what the ranks found for its heads. On
-GPUs a step is a CUDA graph.
+With two ranks, each holds every other token of each request, as KV row and as indexer key, and half of the heads. In a
+step each rank
+
+1. sends the queries of its heads to all ranks;
+2. writes the new token if it belongs to this rank;
+3. finds the keys with the largest logits among those of all ranks;
+4. attends to its own part of these keys, with all heads;
+5. merges the results of all ranks for its heads.
+
+On GPUs a step is a CUDA graph.
 
     torchrun --nproc-per-node 2 examples/06_two_gpus.py [--requests N] [--length N] [--steps N]
 
-Runs on GPUs through NCCL where there is one for each rank, else on the CPU through gloo at small sizes. Ends with an
-error where a rank's result is not that of one process that holds everything.
+Runs on GPUs with NCCL if there is one for each rank, else on the CPU with gloo at small sizes. Ends with an error if a
+rank's result differs from that of one process that holds everything.
 """
 
 from __future__ import annotations
@@ -29,14 +35,14 @@ except ModuleNotFoundError as missing:
     sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
 
 BLOCK_SIZE, SCALE = 64, 192**-0.5
-BOUND = 2**-6  # of the norm of the difference, relative: parts are rounded to bfloat16 before they are merged
+BOUND = 2**-6  # relative norm of the difference: results of ranks are rounded to bfloat16 before they are merged
 
 
 class Caches:
-    """KV rows and indexer keys of all requests: blocks one after the other.
+    """KV rows and indexer keys of all requests. The blocks of a request are neighbours.
 
     Attributes:
-        lens: [requests] int32 tokens that are there.
+        lens: [requests] int32 number of cached tokens.
     """
 
     def __init__(self, requests: int, longest: int, place: torch.device) -> None:
@@ -50,13 +56,13 @@ class Caches:
         self.lens = torch.zeros(requests, dtype=torch.int32, device=place)
 
     def write(self, rows: torch.Tensor, keys: torch.Tensor, request: torch.Tensor, at: torch.Tensor) -> None:
-        """Tokens at positions of requests; those at -1 are not written."""
+        """Writes tokens at positions of requests, except those at position -1."""
         slots = cupy_mla.slots_of(self.table, at, BLOCK_SIZE, request_ids=request)
         cupy_mla.concat_and_cache_mla(rows[:, :512], rows[:, 512:], self.rows, slots)
         cupy_mla.indexer_k_quant_and_cache(keys, self.keys, slots)
 
     def logits(self, q8: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """Logits [requests, width] of every key, one query token a request."""
+        """Logits [requests, width] of every key, for one query token of each request."""
         return cupy_mla.paged_indexer_logits(q8[:, None], self.keys, w, self.lens, self.table, self.width)
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
@@ -65,10 +71,10 @@ class Caches:
 
 
 class Step:
-    """One decode step: arrays that a step reads, and `run`.
+    """One decode step: the arrays that it reads, and `run`.
 
     Attributes:
-        position: [requests] int32 of the new token.
+        position: [requests] int32 position of the new token.
     """
 
     def __init__(self, ranks: ContextParallel, mine: Caches, heads: int, index_heads: int, topk: int) -> None:
@@ -83,12 +89,12 @@ class Step:
         self.position = torch.zeros(requests, dtype=torch.int32, device=place)
 
     def draw(self, generator: torch.Generator) -> None:
-        """The next token of each request; the same on all ranks."""
+        """Draws the next token of each request, the same on all ranks."""
         for array in (self.row, self.key, self.q, self.q_index, self.weights):
             array.copy_(torch.randn(array.shape, generator=generator))
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chosen positions [requests, topk], and attention [requests, heads of this rank, 512]."""
+        """Runs the step: chosen positions [requests, topk], and attention [requests, heads of this rank, 512]."""
         ranks, mine = self.ranks, self.mine
         heads = self.q.shape[1] // ranks.world_size
         q = ranks.start_gathering(self.q[:, ranks.rank * heads : (ranks.rank + 1) * heads])
@@ -175,9 +181,9 @@ def main() -> None:
     )
     reports = [own_report] * ranks.world_size
     dist.all_gather_object(reports, own_report)
-    if ranks.rank == 0:  # what several processes print may run into one another
+    if ranks.rank == 0:  # if all ranks printed, their lines could mix
         print(*reports, sep="\n", flush=True)
-    del run  # NCCL waits at its end for graphs that hold its calls
+    del run  # a graph that holds NCCL calls would block the end of the process group
     dist.destroy_process_group()
     if not (worst <= BOUND and same > 0.99):
         raise SystemExit("DIFFERS from one process")

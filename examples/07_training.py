@@ -1,16 +1,17 @@
-"""Train a small model through sparse attention, beside the same model with attention of torch's own operations.
+"""Train a small model through sparse attention, and compare it with attention of torch's own operations.
 
-Two layers of Multi-head Latent Attention with weights absorbed, as DeepSeek-V3.2 trains its sparse stage: all heads of
-a token share one list of rows, and rows are keys and values at once. The task: each token is the one LAG places before
-it, so attention has to find it. Several sequences are packed into one array of rows; lists keep them apart.
+The model has two layers of Multi-head Latent Attention with absorbed weights, as in the sparse stage of DeepSeek-V3.2's
+training: all heads of a token share one list of rows, and rows are keys and values at once. The task: each token equals
+the token LAG places before it, so attention must find that one. Several sequences are packed into one array of rows,
+and a token's list names only rows of its own sequence.
 
-Gradients of the first step are compared, then both models train, from the same weights and on the same tokens. Each
-step's gradients are deterministic: training again gives the same losses to the last digit.
+The gradients of the first step are compared. Then both models train from the same weights on the same tokens. The
+gradients are deterministic: training again gives the same losses to the last digit.
 
-Then an indexer learns where the trained model's first layer looks, from all rows of a sequence: its loss goes down, and
-the few rows that it scores highest have more of the attention.
+Then an indexer learns where the first layer of the trained model looks, over all rows of a sequence. Its loss goes
+down, and the few rows with its largest scores have more of the attention.
 
-Needs torch; runs on the GPU where there is one.
+Needs torch. Runs on the GPU if there is one.
 
     python examples/07_training.py
 """
@@ -33,26 +34,26 @@ except ModuleNotFoundError as missing:
     sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
 
 DEVICE = "cuda" if torch.cuda.is_available() and cupy_mla.cuda_available() else "cpu"
-LATENT, ROPE = 512, 64  # values of a row, and of them those with a position
+LATENT, ROPE = 512, 64  # values of a row: without RoPE, and with it
 VOCABULARY, WIDTH, HEADS, LAYERS = 16, 64, 4, 2
 SEQUENCES, LENGTH, LAG, TOPK = 6, 16, 2, 8
 STEPS, RATE = 40, 2e-3
 SCALE = (WIDTH // HEADS + ROPE) ** -0.5
-CLOSE, LEFT = 0.999, 0.2  # cosine of gradients at least; of the first loss what is left at most
-INDEX_HEADS, KEY = 4, 128  # of the indexer: heads, values of a key
+CLOSE, LEFT = 0.999, 0.2  # least cosine of gradients; largest ratio of the last loss to the first
+INDEX_HEADS, KEY = 4, 128  # the indexer's heads, and values of its keys
 INDEX_STEPS, INDEX_RATE, CHOSEN = 60, 3e-3, 3
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 def sparse(q: Tensor, kv: Tensor, lists: Tensor, scale: float) -> Tensor:
-    """Our attention, which differentiates by itself."""
+    """Attention of this package, which has a backward."""
     out, _, _ = cupy_mla.sparse_prefill(q, kv, lists, scale)
     return out
 
 
 def plain(q: Tensor, kv: Tensor, lists: Tensor, scale: float) -> Tensor:
-    """The same of torch's operations, in float32."""
+    """The same with torch's operations, in float32."""
     rows = kv[lists[:, 0].clamp(min=0).long(), 0].float()
     logits = scale * torch.einsum("ihd,ijd->ihj", q.float(), rows)
     weights = logits.masked_fill(lists < 0, -torch.inf).softmax(-1)
@@ -67,7 +68,7 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Attention over rows of LATENT + ROPE values, and a small network behind it."""
+    """Attention over rows of LATENT + ROPE values, and a small MLP after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,14 +91,14 @@ class Layer(nn.Module):
         return q.bfloat16(), kv.bfloat16()
 
     def forward(self, x: Tensor, positions: Tensor, lists: Tensor, attend: Attend) -> Tensor:
-        """x [T, WIDTH] to the same."""
+        """Maps x [T, WIDTH] to the next layer's x."""
         latent = attend(*self.projected(x, positions), lists, SCALE).float()
         x = x + self.out(torch.einsum("thl,hlc->thc", latent, self.values).flatten(1))
         return x + self.mlp(self.behind(x))
 
 
 class Model(nn.Module):
-    """Token numbers to logits of the next token."""
+    """Maps token numbers to logits of the next token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def loss(self, tokens: Tensor, attend: Attend) -> Tensor:
-        """Of the tokens [SEQUENCES, LENGTH] that follow from those before them."""
+        """The loss of the tokens [SEQUENCES, LENGTH] that can be predicted: all but the first LAG of a sequence."""
         x, lists = self.embedding(tokens.flatten()), packed_lists()
         for layer in self.layers:
             x = layer(x, packed_positions(), lists, attend)
@@ -115,7 +116,7 @@ class Model(nn.Module):
 
 
 class Indexer(nn.Module):
-    """Scores the rows of a layer for each token by a few heads of its own; half of a key has a position."""
+    """Scores the rows of a layer for each token, with a few heads of its own. Half of a key has RoPE."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +135,7 @@ def packed_positions() -> Tensor:
 
 
 def packed_lists(count: int = TOPK) -> Tensor:
-    """Each token's last rows of its own sequence, as an indexer might choose them; -1 where there are fewer."""
+    """The last `count` rows of each token's own sequence, as an indexer might choose them; -1 where there are fewer."""
     token = torch.arange(SEQUENCES * LENGTH, device=DEVICE, dtype=torch.int32)[:, None]
     rows = token - torch.arange(count, device=DEVICE, dtype=torch.int32)
     return torch.where(rows >= token - token % LENGTH, rows, -1)[:, None]
@@ -152,7 +153,7 @@ def model_of(seed: int = 0) -> Model:
 
 
 def train(attend: Attend, steps: int) -> tuple[Model, list[float]]:
-    """The model after so many steps, and their losses."""
+    """The model after `steps` steps, and the losses of these."""
     model, generator = model_of(), torch.Generator().manual_seed(1)
     optimizer = torch.optim.Adam(model.parameters(), RATE)
     losses = []
@@ -166,8 +167,8 @@ def train(attend: Attend, steps: int) -> tuple[Model, list[float]]:
 
 
 def train_indexer(model: Model) -> tuple[list[float], float, float]:
-    """The losses of its steps, and the part of the attention that the rows have which it scores highest, before and
-    after them."""
+    """Trains an indexer. Returns the losses of its steps, and which part of the attention its CHOSEN best rows have, in
+    the first step and in the last one."""
     torch.manual_seed(2)
     indexer, lists, generator = Indexer().to(DEVICE), packed_lists(LENGTH), torch.Generator().manual_seed(3)
     optimizer, losses, found = torch.optim.Adam(indexer.parameters(), INDEX_RATE), [], []
@@ -188,7 +189,7 @@ def train_indexer(model: Model) -> tuple[list[float], float, float]:
 
 
 def share_of_chosen(of_indexer: tuple[Tensor, Tensor, Tensor], target: Tensor, lists: Tensor) -> float:
-    """What part of the attention the CHOSEN rows have that the indexer scores highest."""
+    """The part of the attention on the CHOSEN rows with the largest scores of the indexer."""
     q, k, w = (x.detach().float() for x in of_indexer)
     keys = k[lists[:, 0].clamp(min=0).long()]
     scores = torch.einsum("ih,ihj->ij", w, torch.einsum("ihd,ijd->ihj", q, keys).relu())
@@ -203,7 +204,7 @@ def first_gradients(attend: Attend) -> list[Tensor]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # products are small
+    torch.set_num_threads(1)  # the matrix products are too small for more
     cosines = [
         functional.cosine_similarity(a, b, dim=0).item()
         for a, b in zip(first_gradients(sparse), first_gradients(plain), strict=True)

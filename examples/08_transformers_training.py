@@ -1,13 +1,14 @@
-"""Fine-tune transformers' DeepSeek-V3.2, GLM-5 and DeepSeek-V4 through sparse attention, beside their eager attention.
+"""Fine-tune transformers' DeepSeek-V3.2, GLM-5 and DeepSeek-V4 through sparse attention, compared with eager attention.
 
-Small models of each kind with random weights learn four lines by heart, byte by byte. Attention, its backward and the
-indexers' loss are this package's; the indexers learn where the attention looks while the model learns. The same models
-with transformers' own attention, in float32, train beside them, from the same weights, on the same tokens and over the
-same rows, for their own indexers do not learn.
+Small models of each kind with random weights memorize four lines, byte by byte. This package computes the attention,
+its backward and the indexers' loss. While the model learns, its indexers learn where the attention looks. For
+comparison, the same models train with transformers' own attention in float32, from the same weights, on the same tokens
+and over the same rows. Transformers' own indexers do not learn, so those models replay the rows that ours chose.
 
-Shown are both losses, the indexers' loss, and how far the first step's gradients are from those of eager attention.
+The example prints both losses, the indexers' loss, and the distance of the first gradients from those of eager
+attention.
 
-Needs torch and transformers; runs on the GPU where there is one.
+Needs torch and transformers. Runs on the GPU if there is one.
 
     python examples/08_transformers_training.py
 """
@@ -37,7 +38,7 @@ What it should say, it learns by looking
 at where the heads of a token looked at."""
 LENGTH, TOPK = 36, 8
 STEPS, RATE, INDEXER_LOSS = 21, 2e-3, 1.0
-FAR, LEFT = 0.02, 0.25  # ||ours - eager|| / ||eager|| of all gradients at most; of the first loss what is left at most
+FAR, LEFT = 0.02, 0.25  # largest ||ours - eager|| / ||eager|| of gradients; largest ratio of the last loss to the first
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4,
@@ -60,7 +61,7 @@ CONFIGS = {
 
 
 class Replay:
-    """Lets the indexers of a model with eager attention choose what is in `rows`, by layer."""
+    """Makes the indexers of a model with eager attention choose the rows in `rows`, by layer."""
 
     def __init__(self, model: nn.Module) -> None:
         self.rows: dict[int, Tensor] = {}
@@ -75,24 +76,24 @@ class Replay:
             rows = self.rows[layer]
             if (own < 0).any():  # V4: -1 is no row there, too
                 return rows.to(own.dtype)
-            last = rows.new_full((), LENGTH - 1)  # the last row is one that the mask forbids
+            last = rows.new_full((), LENGTH - 1)  # the causal mask hides the last row, so it stands for no row
             return rows.where(rows >= 0, last).to(own.dtype)
 
         return chosen
 
 
 def tokens_of_lines() -> Tensor:
-    """[lines, LENGTH] their first bytes."""
+    """The first bytes of each line, [lines, LENGTH]."""
     return torch.tensor([list(line.encode()[:LENGTH]) for line in LINES.strip().splitlines()], device=DEVICE)
 
 
 def gradients(model: nn.Module) -> Tensor:
-    """Of all parameters but the indexers', one after the other."""
+    """The gradients of all parameters except the indexers', in one vector."""
     return torch.cat([p.grad.flatten() for n, p in model.named_parameters() if "indexer" not in n])
 
 
 def train(name: str) -> str | None:
-    """Train a model and its twin; returns what is wrong."""
+    """Trains a model and its eager twin. Returns what is wrong, if anything is."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="eager")
     model = model.to(DEVICE).train()
@@ -132,7 +133,7 @@ def train(name: str) -> str | None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # products are small
+    torch.set_num_threads(1)  # the matrix products are too small for more
     wrong = [said for said in map(train, CONFIGS) if said]
     sys.exit("\n".join(wrong) or None)
 
