@@ -86,29 +86,11 @@ __device__ __noinline__ void choose_from_memory(const TopkParams& p, int row, Ra
     store_chosen(p, row, of_row, threshold, count);
 }
 
-#if ORDERED
-
-// Stores the chosen items of a pool as results.
-__device__ __forceinline__ void store_chosen_of_pool(const TopkParams& p, int row, const Range& of_row,
-                                                     const Range& range, const Items& items,
-                                                     const Threshold& threshold) {
-    const bool positions = p.table.blocks == nullptr;
-    const int count = collect_pool_by_column(items, range, threshold, positions ? of_row.begin : 0);
-    if (positions) {
-        results_of(p, row, of_row).copy(0, count);
-    } else {
-        store_chosen(p, row, of_row, threshold, count);
-    }
-}
-
-#else
-
-// Stores the chosen items of a pool as results.
-__device__ __forceinline__ void store_chosen_of_pool(const TopkParams& p, int row, const Range& of_row,
-                                                     const Range& range, const Items& items,
+// Stores the columns of a pool's chosen items to shared().chosen_columns, ascending. Returns how many they are.
+__device__ __forceinline__ int collect_pool_by_marks(const Items& items, const Range& range,
                                                      const Threshold& threshold) {
     const uint32_t least = least_chosen_key(threshold);
-    const int count = collect_by_column(range, threshold, [&](int begin, int end) {
+    return collect_by_column(range, threshold, [&](int begin, int end) {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             if (v >= items.vectors) break;
@@ -121,10 +103,7 @@ __device__ __forceinline__ void store_chosen_of_pool(const TopkParams& p, int ro
             }
         }
     });
-    store_chosen(p, row, of_row, threshold, count);
 }
-
-#endif
 
 // Chooses from a part that registers do not hold. The logits of the pool's first step are under way together with
 // those of the sample.
@@ -136,14 +115,24 @@ __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, co
     step.load(p, row * p.logits_stride, range, range.begin / 4 * 4);
     __syncthreads();  // bins are 0
     const int num_pooled = fill_pool(p, row, range, guess_cutoff(p, of_row, sample), step);
-    if (!pools_suffice(num_pooled, p.k)) {
+    if (pools_suffice(num_pooled, p.k)) {
+        Items items;
+        items.set_pooled(num_pooled);
+        const Threshold threshold = find_threshold(items, p.k);
+        end_reading_of_others();
+        wait_for_readers();
+#if ORDERED
+        const bool positions = p.table.blocks == nullptr;
+        const int count = collect_pool_by_column(items, range, threshold, positions ? of_row.begin : 0);
+        if (positions) {
+            results_of(p, row, of_row).copy(0, count);
+        } else {
+            store_chosen(p, row, of_row, threshold, count);
+        }
+#else
+        store_chosen(p, row, of_row, threshold, collect_pool_by_marks(items, range, threshold));
+#endif
+    } else {
         choose_from_memory(p, row, of_row, range);
-        return;
     }
-    Items items;
-    items.set_pooled(num_pooled);
-    const Threshold threshold = find_threshold(items, p.k);
-    end_reading_of_others();
-    wait_for_readers();
-    store_chosen_of_pool(p, row, of_row, range, items, threshold);
 }
