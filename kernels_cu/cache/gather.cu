@@ -34,8 +34,8 @@ struct GatherParams {
 };
 
 constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
-// The end of a row: the values behind V, if there are any.
 constexpr int TURNS = D_V / (32 * CHUNK);  // a lane's loads of V of a row
+// The end of a row: the values behind V, if there are any.
 constexpr int END_CHUNKS = (D_QK - D_V) / CHUNK;
 constexpr bool END_QUANTIZED = D_NOPE > D_V;             // the end is e4m3 under the call's scale
 constexpr bool END_CODED = END_QUANTIZED || ROPE_CODED;  // the end is e4m3

@@ -7,7 +7,7 @@
 //     quantize   a scale tile is the values of 16 neighbouring lanes (V32_FP8: 128 values), 8 (V4_FP8: 64), 4
 //                (V41_FP8: 32) or 2 (NVFP4: 16), in each half of the row. One register has the largest magnitudes of a
 //                tile in the first half and of one in the second, so that one set of shuffles finds both (NVFP4: two
-//                sets) PLAIN_FP8: the call's scale is that of all values, the RoPE values too
+//                sets). PLAIN_FP8: the call's scale is that of all values, the RoPE values too
 //     store      8 bytes of e4m3, 4 of e2m1 or 16 of bf16 a chunk; neighbouring lanes store neighbouring chunks
 //                V4_FP8, V4_NVFP4: the last 8 chunks are RoPE values and stay bf16
 //

@@ -5,7 +5,7 @@
 //
 //   z = K.Q^T [keys, heads]          I = sum over heads of w * relu(z): the scores
 //   loss = KL(target | softmax(I))   dI: its derivative by each score
-//   bits: z > 0
+//   bits: z > 0 (all of them set where the caller wants no relu)
 //   U = (bits * dI)^T.K              dq = w * U,  dw = sum over columns of q * U
 //   C = dI * (bits.(w * Q))          contributions to the keys' gradients
 //

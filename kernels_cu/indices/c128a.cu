@@ -1,5 +1,5 @@
-// Writes lists that name every complete compressed row before a token: as slots for decode tokens, as row numbers for
-// prefill tokens.
+// Writes lists that name every compressed row that is complete at a token's position: as slots for decode tokens, as
+// row numbers for prefill tokens.
 //
 //   one CTA   a token; neighbouring threads write neighbouring entries
 #include "rows/block_table.cuh"
