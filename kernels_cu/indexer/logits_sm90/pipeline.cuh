@@ -100,15 +100,15 @@ __device__ __forceinline__ void run(const LogitsParams& p) {
     const int warpgroup = uniform(threadIdx.x / 128);
     Share share = {};
     Scheduled schedule = {};
-    bool counts_by_warp = false;
+    bool warp_finds_share = false;
     if constexpr (SCHEDULED) {
         if (warpgroup == WARPGROUPS || warpgroup == 0) schedule.read(p, threadIdx.x % 32);
         init_barriers();
     } else {
-        counts_by_warp = UNDERWAY == 0 && num_tiles<TILE_QUERIES>(p) <= MAX_TILES_COUNTED_BY_WARP;
-        if (counts_by_warp) __syncthreads();
+        warp_finds_share = UNDERWAY == 0 && num_tiles<TILE_QUERIES>(p) <= MAX_TILES_COUNTED_BY_WARP;
+        if (warp_finds_share) __syncthreads();
         wait_for_earlier_kernels();
-        if (!counts_by_warp) share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);  // synchronizes the CTA
+        if (!warp_finds_share) share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);  // synchronizes the CTA
     }
     if (warpgroup < WARPGROUPS) {
         if constexpr (SCHEDULED) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void run(const LogitsParams& p) {
         __syncthreads();
         produce_scheduled(p, schedule);  // which waits for earlier kernels; math warpgroups wait for what it copies
     } else {
-        produce(p, share, counts_by_warp);
+        produce(p, share, warp_finds_share);
     }
     if constexpr (STARTS_NEXT_LATE) let_next_kernel_start();
     if constexpr (COMPACT) {

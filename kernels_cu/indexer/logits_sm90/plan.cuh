@@ -54,6 +54,7 @@ struct Header {
     KeyRange range[TILE_QUERIES];
 };
 
+// What stands in shared memory behind the two buffers and the ring.
 struct Small {
     float scales[STAGES][UNIT];
     float weights[BUFFERS][TILE_ROWS];
@@ -63,8 +64,10 @@ struct Small {
 };
 constexpr int RING_AT = BUFFERS * BUFFER_BYTES, SMALL_AT = RING_AT + STAGES * STAGE_BYTES;
 
+// The buffers begin at a multiple of what the swizzle repeats after; dynamic shared memory may not.
 __device__ __forceinline__ uint8_t* aligned_shared() { return shared + (0u - shared_address(shared)) % LINE_GROUP; }
 __device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(aligned_shared() + SMALL_AT); }
+// Shared addresses of a buffer's rows of queries, and of a stage's rows of keys.
 __device__ __forceinline__ uint32_t buffer_rows(int buffer) {
     return shared_address(aligned_shared()) + buffer * BUFFER_BYTES;
 }

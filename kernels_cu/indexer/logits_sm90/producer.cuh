@@ -14,11 +14,11 @@ __device__ __forceinline__ void signal_end(int turn, UnitsUnderway& underway, in
     signal_buffer_full(turn % BUFFERS, warp, lane);
 }
 
-// `counts_by_warp`: this warp finds the CTA's share, and `share` is not set.
-__device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool counts_by_warp) {
+// `warp_finds_share`: this warp finds the CTA's share, and `share` is not set.
+__device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool warp_finds_share) {
     Small& sm = small();
     const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x % 128 / 32);
-    if (counts_by_warp) share = share_of_warp<TILE_QUERIES, UNIT>(p, lane);
+    if (warp_finds_share) share = share_of_warp<TILE_QUERIES, UNIT>(p, lane);
     const uint64_t policy = KEYS_HAVE_POLICY ? policy_of_keys(p) : 0;
     RingPlace place = {warp, 1};  // the first wait for each stage returns at once
     int ahead = warp;             // units of the tile before this warp's next one
