@@ -229,7 +229,7 @@ HEADERS = {
     ),
     "attention": ("ptx", "rows", "tile", "attention/division", *PARTS, "attention/fp8_short_sm90", "attention"),
     "cache": ("ptx", "rows", "tile", "cache"),
-    "indexer/topk": ("ptx", "rows", "tile", "indexer/order.cuh", "indexer/topk"),
+    "indexer/topk": ("ptx", "rows", "tile", "indexer/radix_key.cuh", "indexer/topk"),
     "indexer/indexer_loss": ("ptx", "rows", "tile", "indexer/indexer_loss"),
     "indexer/logits_sm90": ("ptx", "rows", "tile", "indexer/keys.cuh", "indexer/schedule.cuh", "indexer/logits_sm90"),
     "indexer": ("ptx", "rows", "tile", "indexer/topk", "indexer/indexer_loss", "indexer/logits_sm90", "indexer"),

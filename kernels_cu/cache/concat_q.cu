@@ -1,10 +1,10 @@
 // Concatenates NoPE and RoPE values of every query head: [.., 512] and [.., 64] become [.., 576].
 //
-//   one warp     4 output rows of 72 chunks (16 bytes), 288 chunks: 9 a lane
-//     find       lane l computes the addresses of row l % 4; the others take them by shuffle
-//     copy       9 loads under way in every lane, then 9 stores; consecutive lanes have consecutive chunks
+//   one warp     4 output rows of 72 chunks of 16 bytes: 9 chunks a lane
+//     find       lane l computes the addresses of row l % 4, the others get them by shuffle
+//     copy       every lane starts 9 loads, then 9 stores; neighbouring lanes have neighbouring chunks
 //
-// A CTA of 256 threads keeps 36 KB under way. No shared memory.
+// A CTA of 256 threads has 36 KB under way. No shared memory.
 #include "rows/chunk.cuh"
 #include "tile/warp.cuh"
 

@@ -1,16 +1,16 @@
-// Copies requests' tokens out of a paged FP8 cache of models of V3.2's kind into consecutive bf16 rows.
+// Copies requests' tokens out of a paged FP8 cache, of a format of models like V3.2, into consecutive bf16 rows.
 //
 //   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
 //   one warp     4 tokens at a time
-//     find       lane l looks up token l % 4: request (bisection), block table, where from and where to
-//     load       V: 2 x 8 bytes of e4m3 (4 of e2m1) of each row a lane, consecutive lanes consecutive bytes, and their
-//                scales. The 64 values behind V, if there are: 8 of one of the 4 rows a lane, bf16, or e4m3.
-//                V32_FP8: 17 loads are under way in every lane
-//     store      8 e4m3 become 16 bytes of bf16. A lane loads 8 bytes at a time, not 16, so that the 16-byte stores of
-//                neighbouring lanes stand side by side
+//     find       lane l finds the request of token l % 4 by bisection, then its block by the block table
+//     load       V: of each row a lane loads twice 8 bytes of e4m3 (4 of e2m1) and their scales; neighbouring lanes
+//                load neighbouring bytes. The 64 values behind V, if there are any, are bf16 or e4m3: a lane loads 8
+//                of them from one of the 4 rows. V32_FP8: every lane has 17 loads under way
+//     store      8 e4m3 become 16 bytes of bf16. A lane loads 8 bytes at a time, not 16, so that neighbouring lanes
+//                store neighbouring 16 bytes
 //
 // A token whose block does not exist becomes a row of zeros. Nothing is written beyond dst.
-// Shared memory: 8 bytes a thread. A CTA of 256 threads keeps 8 x 4 x 656 bytes under way.
+// Shared memory: 8 bytes a thread. A CTA of 256 threads has 8 x 4 x 656 bytes under way.
 #include "rows/block_table.cuh"
 #include "rows/codes.cuh"
 #include "rows/reader.cuh"
@@ -34,10 +34,11 @@ struct GatherParams {
 };
 
 constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
-constexpr int TURNS = D_V / (32 * CHUNK);                // loads of a row a lane makes
-constexpr int END_CHUNKS = (D_QK - D_V) / CHUNK;         // behind V
-constexpr bool END_QUANTIZED = D_NOPE > D_V;             // they are under the scale of all
-constexpr bool END_CODED = END_QUANTIZED || ROPE_CODED;  // they are e4m3
+constexpr int TURNS = D_V / (32 * CHUNK);  // a lane's loads of V of a row
+// The end of a row: the values behind V, if there are any.
+constexpr int END_CHUNKS = (D_QK - D_V) / CHUNK;
+constexpr bool END_QUANTIZED = D_NOPE > D_V;             // the end is e4m3 under the call's scale
+constexpr bool END_CODED = END_QUANTIZED || ROPE_CODED;  // the end is e4m3
 static_assert(D_V % (32 * CHUNK) == 0 && (END_CHUNKS == 0 || END_CHUNKS * ROWS == 32),
               "every lane has as many values");
 static_assert(D_NOPE == (END_QUANTIZED ? D_QK : D_V), "all of V is quantized");

@@ -1,15 +1,16 @@
-// Copies the last tokens of requests out of a paged FP8 cache of V4's kind into bf16 rows.
+// Copies the last tokens of each request out of a paged FP8 cache, of a format of models like V4, into bf16 rows.
 //
 //   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
 //   one warp     4 tokens at a time
-//     find       lane l looks up token l % 4: request (bisection), block table, where from and where to
-//     load       a row is 64 chunks of 8 values, two a lane: chunk `lane`, always quantized, and chunk 32 + lane, where in
-//                V4_FP8 and V4_NVFP4 the last 8 lanes have the 64 RoPE values. V4_FP8: every lane loads the row's 8 bytes of scales,
-//                and 12 loads are under way. Others: a scale for each chunk, 16 loads
-//     store      16 bytes of bf16 a chunk, side by side with the neighbours' chunks
+//     find       lane l finds the request of token l % 4 by bisection, then its block by the block table
+//     load       a row is 64 chunks of 8 values. Lane l loads chunk l, which is always quantized, and chunk 32 + l: in
+//                V4_FP8 and V4_NVFP4 the last 8 lanes have the 64 RoPE values there
+//                scales: V4_FP8: every lane loads the row's 8 bytes, and has 12 loads under way. Others: a lane loads
+//                the scale of each of its chunks, and has 16 loads under way
+//     store      16 bytes of bf16 a chunk; neighbouring lanes store neighbouring chunks
 //
 // A token whose block does not exist becomes a row of zeros. Nothing is written beyond a request's rows in dst.
-// Shared memory: 8 bytes a thread. A CTA of 256 threads keeps 8 x 4 x 584 bytes (V4_FP8) under way.
+// Shared memory: 8 bytes a thread. A CTA of 256 threads has 8 x 4 x 584 bytes (V4_FP8) under way.
 #include "rows/block_table.cuh"
 #include "rows/codes.cuh"
 #include "rows/nvfp4.cuh"
@@ -35,13 +36,14 @@ struct GatherTailParams {
 
 constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr int NOPE_CHUNKS = D_NOPE / CHUNK, TILE_CHUNKS = SCALE_TILE / CHUNK;
-// A lane reads all scales of a row at once: those of the first half in one word, the others in the second.
+// A lane loads all scales of a row at once: those of the row's first half are one word, the others the next one.
 constexpr bool ALL_SCALES = SCALES_APART && SCALE_STRIDE == 8 && TILE_CHUNKS * 4 == 32;
 static_assert((SCALE_E8M0 || SCALE_E4M3) && !SCALES_IN_FOURS && D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32,
               "two chunks a lane, the first all NoPE");
 
 __shared__ RequestTokens<THREADS> tokens;
 
+// How many tokens at the end of a request's sequence are copied.
 __device__ __forceinline__ int32_t gathered(const GatherTailParams& p, int request) {
     const int32_t seq_len = max(p.seq_lens[request], 0);
     return p.gather_lens == nullptr ? seq_len : max(0, min(p.gather_lens[request], seq_len));
@@ -64,7 +66,7 @@ __device__ __forceinline__ Copy find_copy(const GatherTailParams& p, int first_r
     return copy;
 }
 
-// Exact in bfloat16 unless a value over- or underflows there.
+// Exact, unless a value over- or underflows bfloat16.
 __device__ __forceinline__ Vec16 dequantize_chunk(const Codes& codes, uint32_t scale) {
     return dequantize_codes(codes, SCALE_E4M3 ? e4m3_to_float(scale) : ue8m0_to_float(scale & 0xffu));
 }

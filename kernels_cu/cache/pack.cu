@@ -1,19 +1,20 @@
-// Packs new tokens into a paged KV cache; compiled for one layout and ALIGNED.
+// Packs new tokens into a paged KV cache of one layout.
 //
 //   one warp     4 tokens
-//     load       a latent row is 64 chunks of 8 values, two a lane: chunk `lane` and chunk 32 + lane. The RoPE values
-//                of the 4 tokens (rows of 576: from k_pe) are 32 chunks, one a lane. All loads are under way at
-//                once
+//     load       a latent row is 64 chunks of 8 values: lane l loads chunks l and 32 + l. In rows of 576 values the
+//                RoPE values of the 4 tokens are 32 more chunks, one a lane. All loads are under way together
 //     find       lane l finds where token l % 4 goes: one division of a slot for 4 tokens
-//     quantize   a scale tile is 16 lanes (V32_FP8, 128 values), 8 (V4_FP8, 64 values), 4 (V41_FP8, 32 values) or 2 (NVFP4)
-//                of either half of the row. The largest magnitudes of two scale tiles, one of each half, are found by
-//                shuffles in one register (NVFP4: one each). PLAIN_FP8: the call's scale for all, the RoPE values too
-//     store      8 bytes of e4m3, 4 of e2m1 or 16 of bf16 a chunk, side by side with the neighbours' chunks
-//                V4_FP8, V4_NVFP4: the last 8 chunks are RoPE and stay bf16
+//     quantize   a scale tile is the values of 16 neighbouring lanes (V32_FP8: 128 values), 8 (V4_FP8: 64), 4
+//                (V41_FP8: 32) or 2 (NVFP4: 16), in each half of the row. One register has the largest magnitudes of a
+//                tile in the first half and of one in the second, so that one set of shuffles finds both (NVFP4: two
+//                sets). PLAIN_FP8: the call's scale is that of all values, the RoPE values too
+//     store      8 bytes of e4m3, 4 of e2m1 or 16 of bf16 a chunk; neighbouring lanes store neighbouring chunks
+//                V4_FP8, V4_NVFP4: the last 8 chunks are RoPE values and stay bf16
 //
-// ALIGNED: all arrays allow 16-byte accesses. It is known at compile time: where a load may be one wide load or eight
-// narrow ones, the compiler waits for it before it starts the next one, and the eight take registers. No shared memory.
-// Tokens are skipped whose slot is negative or beyond the cache.
+// ALIGNED: all arrays allow 16-byte accesses. It is a constant of the variant: where the same load may be one wide
+// load or eight narrow ones, the compiler waits for it before it starts the next one, and the eight need registers.
+//
+// Tokens whose slot is negative or beyond the cache are skipped. No shared memory.
 #include "rows/call_scale.cuh"
 #include "rows/chunk.cuh"
 #include "rows/place.cuh"
@@ -33,15 +34,15 @@ struct PackParams {
     int64_t num_slots;
     int32_t block_size;
     int32_t num_tokens;
-    int32_t round_up;   // scales: V32_FP8: to powers of two; NVFP4: to e4m3, else to the nearest
-    float least_scale;  // UE8M0 scales: the least one, a power of two
+    int32_t round_up;   // scales. V32_FP8: up to powers of two. NVFP4: up to e4m3 numbers, not to the nearest
+    float least_scale;  // the least UE8M0 scale, a power of two
     CallScale k_scale;  // PLAIN_FP8: the scale of all rows
 };
 
 constexpr int ROWS = 4, WARPS = TOKENS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr bool ROPE_APART = D_QK > D_V, ROPE_QUANTIZED = D_NOPE > D_V;
-constexpr int ROPE_CODES = ROPE_QUANTIZED ? D_V : ROPE_OFFSET;  // where they are, if they are e4m3
-constexpr int ROPE_CHUNKS = 32 / ROWS;                          // a chunk a lane, of a warp's tokens
+constexpr int ROPE_CODES = ROPE_QUANTIZED ? D_V : ROPE_OFFSET;  // where RoPE values stand that are e4m3
+constexpr int ROPE_CHUNKS = 32 / ROWS;                          // of a token, a chunk a lane
 static_assert(!ROPE_APART || D_QK - D_V == ROPE_CHUNKS * CHUNK, "");
 
 #if !QUANTIZED_ROWS
@@ -114,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1) pack(cons
     const int64_t slot = token + lane % ROWS <= last ? p.slots[token + lane % ROWS] : -1;
     Vec16 first[ROWS], second[ROWS], rope;
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {  // beyond the end the last token is loaded again and not stored
+    for (int r = 0; r < ROWS; ++r) {  // behind the last token it is loaded again, but not stored
         const bf16* from = p.latent + min(token + r, last) * p.latent_stride + lane * CHUNK;
         first[r] = load_chunk(from, ALIGNED);
         second[r] = load_chunk(from + 32 * CHUNK, ALIGNED);

@@ -1,11 +1,13 @@
-// Quantizes a whole tensor to e4m3 under one scale: s = 448 / max(amax, 1e-10), codes of clamp(x * s), and 1 / s.
+// Quantizes a whole tensor to e4m3 under one scale s = 448 / max(amax, 1e-10): writes the codes of clamp(x * s), and 1
+// / s.
 //
 //   grid       launched cooperatively: all CTAs run at the same time and may wait for each other
 //   pass 1     a CTA takes every gridDim-th tile of 2 x 2048 values, 2 x 8 values a thread. Its largest magnitude goes
-//              to state->amax by one atomic maximum of the bits (order does not matter; NaN has the largest bits)
-//   meeting    each CTA counts itself in and waits until all have
-//   pass 2     the same tiles in reverse order, so that what pass 1 read last is found in L2; 8 codes a thread and
-//              store
+//              to state->amax by one atomic maximum of the bits. Their order does not matter, and NaN has the largest
+//              bits
+//   meet       each CTA adds itself to state->arrived, and waits until all have
+//   pass 2     the same tiles in reverse order, since L2 still has what pass 1 read last. A thread stores 8 codes at a
+//              time
 //
 // Shared memory: 32 bytes. `state` is cleared before the launch.
 #include "rows/quantize.cuh"
@@ -69,7 +71,7 @@ __device__ __forceinline__ void store_codes(const TensorQuantParams& p, int64_t 
         if (at + i < p.size) p.codes[at + i] = uint8_t(w[i / 4] >> (8 * (i % 4)));
 }
 
-// The CTA's largest magnitude, as bits, to state->amax.
+// Brings the largest magnitude of the CTA's threads, as bits, to state->amax.
 __device__ __forceinline__ void publish_amax(const TensorQuantParams& p, uint32_t amax) {
     __shared__ uint32_t of_warp[THREADS / 32];
     amax = __reduce_max_sync(~0u, amax);
@@ -80,7 +82,7 @@ __device__ __forceinline__ void publish_amax(const TensorQuantParams& p, uint32_
     atomicMax(&p.state->amax, amax);
 }
 
-// Wait until every CTA has come here. What they published before is then visible.
+// Waits until every CTA has come here. What they published before is then visible.
 __device__ __forceinline__ void meet(const TensorQuantParams& p) {
     if (threadIdx.x == 0) {
         __threadfence();

@@ -1,10 +1,10 @@
-// Unpacks rows of a paged cache into float32; compiled for one layout.
+// Unpacks rows of a paged cache of one layout into float32.
 //
-//   one warp     a row: one division of its slot; lane l takes the values l, l + 32, ...; the loads of a row are under
-//                way together, and those of neighbouring lanes stand side by side, as do their stores
+//   one warp     a row: divides its slot once. Lane l loads and stores values l, l + 32, and so on, so that
+//                neighbouring lanes have neighbouring values. All loads of a row are under way together
 //
-// A value is two bytes, one, or half a one, so rows may start anywhere. Slots that are negative or beyond the cache become rows of
-// zeros. No shared memory.
+// A load is of one or two bytes, so rows may start anywhere that allows it. A slot that is negative or beyond the
+// cache becomes a row of zeros. No shared memory.
 #include "rows/call_scale.cuh"
 #include "rows/e2m1.cuh"
 #include "rows/integers.cuh"
@@ -45,7 +45,7 @@ __device__ __forceinline__ float value_at(const UnpackParams& p, const uint8_t* 
     }
     const float code = CODE_BITS == 4 ? e2m1_to_float(data[value / 2] >> value % 2 * 4) : e4m3_to_float(data[value]);
     const float scale = scale_of_value(p.k_scale, scales, value);
-    return is_zero(scale) ? 0.0f : multiply_exactly(code, scale);  // whatever is stored under a scale of 0
+    return is_zero(scale) ? 0.0f : multiply_exactly(code, scale);  // under a scale of 0 any code is 0
 }
 
 #endif

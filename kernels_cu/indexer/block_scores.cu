@@ -1,8 +1,8 @@
-// Scores of candidate blocks: of each 8 neighbouring logits of a row's range the largest. Blocks with a NaN, and the last
-// block of the range, count as infinite. The largest scores are chosen by the kernel `topk`, which is told how many blocks
-// each row has.
+// Scores of candidate blocks. A block is 8 neighbouring logits of a row's range, and its score is the largest of them.
+// A block with a NaN, and the last block of the range, get +inf. The kernel `topk` then chooses the largest scores;
+// `counts` tells it how many blocks each row has.
 //
-//   one thread   a block: 8 logits, by two 16-byte loads where the row's range begins at a multiple of 4 and rows do
+//   one thread   a block: 8 logits, by two 16-byte loads where rows and the row's range allow them
 //
 // No shared memory.
 #include "indexer/topk/row_range.cuh"
@@ -12,7 +12,7 @@
 // The launcher declares the same fields.
 struct BlockScoresParams {
     const float* logits;    // [rows, width]
-    const int32_t* starts;  // as of TopkParams
+    const int32_t* starts;  // `starts` and `ends` are as in TopkParams
     const int32_t* ends;
     float* scores;                                      // [rows, blocks of `width`]
     int32_t* counts;                                    // [rows] blocks of a row
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) block_scores(const __grid_
     if (number == 0) p.counts[row] = blocks;
     if (number >= blocks) return;
     float score = INF;
-    if (number < blocks - 1) {  // the last one may be shorter, and counts as infinite
+    if (number < blocks - 1) {  // the last one may have fewer logits
         const int64_t at = row * p.logits_stride + range.begin + number * BLOCK;
         float logits[BLOCK];
         if (p.aligned && range.begin % 4 == 0) {

@@ -1,17 +1,19 @@
-// Copies requests' tokens out of the indexer's paged key cache (layout INDEXER_FP8 or INDEXER_MXFP4) into consecutive keys
-// and scales.
+// Copies requests' tokens out of the indexer's paged key cache (layout INDEXER_FP8 or INDEXER_MXFP4) into consecutive
+// keys and scales.
 //
 //   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
 //   one warp     16 tokens at a time
-//     find       lane l looks up token l % 16: request (bisection), block table, where from
-//     copy       8 lanes a token, 16 bytes of keys each: 4 loads under way in every lane, then 4 stores (MXFP4: 4 lanes, 2)
-//                lane l < 16 copies the 4 bytes of scales of token l
-//     WIDEN      MXFP4 to e4m3 and a float32 scale (rows/mxfp4.cuh says what is exact): 8 lanes a token, 8 bytes of keys
-//                in and 16 out
+//     find       lane l finds the request of token l % 16 by bisection, then its block by the block table
+//     copy       8 lanes copy a token's key, 16 bytes each: every lane starts 4 loads, then 4 stores (MXFP4: 4 lanes
+//                and 2 loads). Lane l < 16 copies the 4 bytes of scales of token l
+//     WIDEN      MXFP4 becomes e4m3 under a float32 scale (rows/mxfp4.cuh says what is exact): 8 lanes a token load 8
+//                bytes each and store 16
 //
-// ALIGNED: both sides allow 16-byte accesses. (They always allow 4-byte ones.) It is known at compile time: where a load
-// may be one wide load or four narrow ones, the compiler waits for it before it starts the next one. A token whose block
-// does not exist becomes zeros. Nothing is written beyond dst. Shared memory: 8 bytes a thread.
+// ALIGNED: keys and cache allow 16-byte accesses. (They always allow 4-byte ones.) It is a constant of the variant:
+// where the same load may be one wide load or four narrow ones, the compiler waits for it before it starts the next
+// one.
+//
+// A token whose block does not exist becomes zeros. Nothing is written beyond `rows`. Shared memory: 8 bytes a thread.
 #include "rows/block_table.cuh"
 #include "rows/mxfp4.cuh"
 #include "rows/place.cuh"
@@ -33,12 +35,12 @@ struct GatherKeysParams {
 
 constexpr int TOKENS = 16, WARPS = TOKENS_PER_BLOCK / TOKENS, THREADS = 32 * WARPS;
 constexpr int OUT_BYTES = WIDEN ? 128 : ROW_STRIDE;
-constexpr int LANES = OUT_BYTES / 16;        // that share a token's keys
-constexpr int ROUNDS = TOKENS * LANES / 32;  // of loads
+constexpr int LANES = OUT_BYTES / 16;        // that share a token's key
+constexpr int ROUNDS = TOKENS * LANES / 32;  // of loads of a lane
 
 __shared__ RequestTokens<THREADS> tokens;
 
-// How many of a request's tokens have a row in dst.
+// How many of a request's tokens have a row in the results.
 __device__ __forceinline__ int64_t rows_of_request(const GatherKeysParams& p, int request) {
     if (request >= p.table.num_requests) return 0;
     const int64_t begin = p.cu_seq_lens[request], end = p.cu_seq_lens[request + 1];
@@ -68,7 +70,7 @@ __device__ __forceinline__ Token find_token(const GatherKeysParams& p, int first
     return token;
 }
 
-// What a lane stores 16 bytes of; WIDEN: 8 bytes, the others are zeros.
+// Loads 16 bytes of a key; WIDEN: 8 bytes, the others are zeros.
 __device__ __forceinline__ Vec16 load_keys(const uint8_t* from) {
     if (ALIGNED && !WIDEN) return *reinterpret_cast<const Vec16*>(from);
     const auto* w = reinterpret_cast<const uint32_t*>(from);
@@ -76,7 +78,7 @@ __device__ __forceinline__ Vec16 load_keys(const uint8_t* from) {
     return {w[0], w[1], w[2], w[3]};
 }
 
-// Of lane number `lane` of a token whose four scales these are.
+// Widens the codes of lane number `lane` of a token, whose four scales are `scales`.
 __device__ __forceinline__ Vec16 widen(const Vec16& codes, uint32_t scales, int lane) {
     constexpr int LANES_OF_GROUP = MXFP4_GROUP / 16;
     const uint32_t scale = scales >> lane / LANES_OF_GROUP * 8 & 255;

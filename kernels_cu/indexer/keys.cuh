@@ -1,21 +1,23 @@
-// Keys on their way into fragments of mma's A operand, straight from global memory.
+// Loads of indexer keys: where a key stands, and its way from global memory into fragments of mma's A operand.
 //
-// A warp has 16 keys, or 32. Lane l looks up where key l % 16 (or l) stands. Lane 4 g + t then reads of keys g, g + 8,
-// ... their 16-byte chunks t and t + 4. The order of k is free as long as both operands agree: in mma step 2 h + s, of 32
-// values, k = 4 t + e and 16 + 4 t + e are values 64 h + 16 t + 8 s + e and + 4 + e: words 2 s and 2 s + 1 of chunk
-// 4 h + t.
+// A warp has 16 or 32 keys. Lane l looks up where key l % 16 (or l) stands. Lane 4 g + t then loads the 16-byte chunks
+// t and t + 4 of keys g, g + 8, and so on. The order of k is free as long as both operands agree. So mma step 2 h + s,
+// of 32 values, takes words 2 s and 2 s + 1 of chunk 4 h + t from lane t: k = 4 t + e is value 64 h + 16 t + 8 s + e,
+// and k = 16 + 4 t + e is the value 4 further on.
 //
-// MXFP4 keys become e4m3 ones on the way (rows/mxfp4.cuh says what is exact): such a chunk is 8 bytes of codes.
+// MXFP4 keys are widened to e4m3 after they are loaded (rows/mxfp4.cuh says what is exact): there a chunk of 16 values
+// is 8 bytes of codes.
 #pragma once
 #include "indexer/work.cuh"
 #include "rows/mxfp4.cuh"
 
-// Where to look for a key. It comes from the block table, which is read some time before the key is.
+// The block of a key, from the block table, which is read some time before the key.
 struct KeyBlock {
-    int32_t block;   // -1: the table has no block for the key, or no query sees the key
-    int32_t offset;  // in it
+    int32_t block;   // -1: the table has no block for the key, or the key is behind the tile's end
+    int32_t offset;  // of the key in the block
 };
 
+// `end` is where the tile's keys end.
 __device__ __forceinline__ KeyBlock block_of_key(const LogitsWork& p, int request, int key, int end) {
     if constexpr (!PAGED) return {};
     if (key >= end) return {-1, 0};
@@ -31,11 +33,11 @@ __device__ __forceinline__ KeyBlock block_of_key(const LogitsWork& p, int reques
     return {at.column < 0 ? -1 : p.table.blocks[row * p.table.stride + at.column], at.offset};
 }
 
-// Where a key stands, in bytes from the first one; -1: there is none. It is an offset: of a pointer that comes from another
-// lane the compiler does not know that it points to global memory.
+// Where a key stands. Lanes exchange offsets, not pointers: the compiler does not know that a pointer from another
+// lane points to global memory.
 struct KeyPlace {
-    int64_t data;
-    const float* scale;  // MXFP4: four bytes
+    int64_t data;        // bytes from LogitsParams::keys; -1: there is no key
+    const float* scale;  // MXFP4: four bytes of scales
 };
 
 __device__ __forceinline__ KeyPlace place_of_key(const LogitsParams& p, const KeyBlock& at, int key, int end) {
@@ -54,21 +56,21 @@ __device__ __forceinline__ Vec16 load_chunk_of_key(const uint8_t* from) {
     return {w[0], w[1], w[2], w[3]};
 }
 
-// Eight bytes of codes.
+// MXFP4: eight bytes of codes.
 __device__ __forceinline__ Vec8 load_codes_of_key(const uint8_t* from) {
     if constexpr (ALIGNED) return *reinterpret_cast<const Vec8*>(from);
     const auto* w = reinterpret_cast<const uint32_t*>(from);
     return {w[0], w[1]};
 }
 
-// A lane's part of 8 * ROWS keys. Where a key does not exist, its chunks keep what was there before.
+// A lane's part of a warp's 8 * ROWS keys. Chunks of a key that does not exist keep what they held before.
 template <int ROWS>
 struct Keys {
-    Vec16 chunk[ROWS][2];  // of key g + 8 i, chunks t and t + 4
+    Vec16 chunk[ROWS][2];  // [i]: chunks t and t + 4 of key g + 8 i
     float scale;           // of the key that this lane looked up
-    bool exists;           // that key
+    bool exists;           // whether that key does
 
-    // `at` is the block of key `mine`, number lane % (8 * ROWS) of them.
+    // `at` is the block of key `mine`, the warp's key number lane % (8 * ROWS).
     __device__ __forceinline__ void load(const LogitsParams& p, const KeyBlock& at, int mine, int end) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const KeyPlace place = place_of_key(p, at, mine, end);

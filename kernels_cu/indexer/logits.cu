@@ -1,24 +1,25 @@
 // The indexer's logits with mma.sync, on any GPU from sm_80 on: keys in rows, or in a paged cache.
 //
-//   grid       as many CTAs as the GPU runs at a time; each takes an equal share of the units of keys (work.cuh)
-//   CTA        a tile of queries (all heads) stands in shared memory; 8 warps have 32 of a unit's 256 keys each
-//     a warp   reads its keys into registers as A operands, then for each query, 8 heads at a time:
-//                dots    keys x heads: B from shared memory
-//                sum     relu, times the head's weight, in float32; over the heads of 8 tiles in a lane
-//              and over the four lanes of a quad: each lane is left with one key, and stores its logit
+//   grid       as many CTAs as the GPU runs at a time, each with an equal share of the units of keys (work.cuh)
+//   CTA        a tile of queries, with all heads, stands in shared memory. 8 warps have 32 of a unit's 256 keys each
+//     a warp   loads its keys into registers, as A operands (keys.cuh). Then for each query, 8 heads at a time:
+//                multiply  keys x heads, with B from shared memory
+//                sum       relu, times the head's weight, in float32, over the lane's heads
+//              The four lanes of a quad add up their sums so that each has the sum of one key, and stores its logit
 //   end        -inf for the keys that no unit covers, if asked
 //
-// MXFP4: keys are widened to e4m3 when they are read (keys.cuh); queries are e4m3 in any case. CANDIDATES: a query sees blocks
-// of 8 keys of its own (work.cuh).
+// MXFP4: keys are widened to e4m3 when they are loaded (keys.cuh); queries are e4m3 in any case.
 //
-// COMPACT: a row of results starts at the first key that its query sees. It has no place for keys that the query does not
+// CANDIDATES: a query sees blocks of 8 keys of its own (work.cuh).
+//
+// COMPACT: a row of results starts at the first key that its query sees, and has no room for keys that it does not
 // see.
 //
-// On sm_89 and from sm_120 on operands are e4m3: m16n8k32. Older GPUs have no such mma; on sm_90 and sm_100 mma.sync widens
-// e4m3 each time it runs. There operands are widened to f16 once, which is exact: m16n8k16.
+// On sm_89, and from sm_120 on, operands are e4m3 (m16n8k32). Older GPUs have no such mma, and on sm_90 and sm_100
+// mma.sync widens e4m3 each time it runs. There operands are widened to f16 once, which is exact (m16n8k16).
 //
-// A row of the tile is one head: 16-byte pieces in the order in which lanes need them (keys.cuh); odd rows have the
-// halves of their 128 bytes swapped, so that lanes of two rows meet all banks.
+// A row of the tile in shared memory is one head: 16-byte pieces in the order in which lanes need them. Odd rows have
+// the halves of each 128 bytes swapped, so that a load of two rows meets all banks.
 //
 // Shared memory: QUERIES * HEADS rows of 128 bytes (e4m3) or 256 (f16), 4 bytes a row of weights, and 16 bytes a warp.
 #include "indexer/keys.cuh"
@@ -34,9 +35,9 @@ constexpr bool WIDENED = true;
 #endif
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int ROWS = 4, KEYS = 8 * ROWS, TILES = KEYS / 16;  // of a warp: lanes have 4 keys, two tiles of mma
+constexpr int ROWS = 4, KEYS = 8 * ROWS, TILES = KEYS / 16;  // of a warp: a lane has 4 keys, of two tiles of mma
 constexpr int UNIT = WARPS * KEYS;
-constexpr int PIECES = WIDENED ? 4 : 2;  // of 16 bytes, that a lane has of a row; each two steps of k
+constexpr int PIECES = WIDENED ? 4 : 2;  // of 16 bytes that a lane has of a head; each is for two steps of k
 constexpr int STEPS = 2 * PIECES;
 constexpr int HEAD_BYTES = 64 * PIECES, TILE_BYTES = QUERIES * HEADS * HEAD_BYTES;
 
@@ -46,7 +47,7 @@ __device__ __forceinline__ uint32_t piece_offset(int row, int piece, int t) {
     return row * HEAD_BYTES + ((4 * piece + t) ^ (row % 2 * 4)) * 16;
 }
 
-// The tile's queries and weights to shared memory; heads and queries that do not exist are zeros.
+// Brings the tile's queries and weights to shared memory. Heads and queries that do not exist become zeros.
 __device__ __forceinline__ void load_queries(const LogitsParams& p, const QueryTile& tile) {
     const uint32_t rows = shared_address(shared), weights = rows + TILE_BYTES;
     for (int item = threadIdx.x; item < QUERIES * HEADS * 8; item += THREADS) {
@@ -76,7 +77,7 @@ __device__ __forceinline__ void load_queries(const LogitsParams& p, const QueryT
     }
 }
 
-// A operands of a warp's keys.
+// The warp's keys as A operands: [tile][step of k].
 struct Fragments {
     uint32_t a[TILES][STEPS][4];
 
@@ -103,7 +104,7 @@ struct Fragments {
     }
 };
 
-// The four keys g + 8 i of a lane, for one query. Returns the logit, without the key's scale, of key 8 t + g.
+// A query's sums over heads for the warp's keys. Returns that of key 8 t + g: the logit without the key's scale.
 __device__ __forceinline__ float weighted_sum(const Fragments& keys, int query) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t rows = shared_address(shared), weights = rows + TILE_BYTES + (query * HEADS + 2 * t) * 4;
@@ -136,12 +137,14 @@ __device__ __forceinline__ float weighted_sum(const Fragments& keys, int query) 
     return quad_sum_of_mine(sum, t);
 }
 
+// Units `unit` to `unit + units - 1` of a tile whose keys are `range`.
 __device__ __forceinline__ void work_on(const LogitsParams& p, const QueryTile& tile, const KeyRange& range, int unit,
                                         int units) {
     __syncthreads();  // all have read the tile before
     load_queries(p, tile);
     __syncthreads();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mine = lane % 4 * 8 + lane / 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int mine = lane % 4 * 8 + lane / 4;  // the warp's key whose logits this lane stores
 #pragma unroll 1
     for (int u = unit; u < unit + units; ++u) {
         const int first = range.begin + u * UNIT + warp * KEYS;

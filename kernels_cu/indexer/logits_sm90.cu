@@ -1,57 +1,60 @@
-// The indexer's logits on Hopper: wgmma on e4m3, sums over heads in float32; keys in rows, or in a paged cache.
+// The indexer's logits on Hopper: wgmma on e4m3, sums over heads in float32. Keys stand in rows, or in a paged cache.
 //
 //   grid   as many CTAs as the GPU runs at a time, each with an equal share of the units of keys (work.cuh)
-//   tile   TILE_QUERIES queries and those units of their keys that fall into the CTA's share
+//   tile   TILE_QUERIES queries, and those units of their keys that fall into the CTA's share
 //   unit   64 keys: a stage of the ring
 //
-//   producer warpgroup        queries, weights and what the tile is, by all four warps: to one of two buffers (those of
-//                             a CTA's first tile are copied by math warpgroups, which have nothing else to do yet)
-//                             keys and scales, each warp every fourth unit: to the ring
+//   producer warpgroup        a tile's queries, weights and header: all four warps copy them to one of two buffers
+//                             keys and their scales: each warp copies every fourth unit to the ring
 //                               |
 //                               | cp.async, 128-byte swizzle
 //                               v
-//   WARPGROUPS of math   A B A B     A: keys x (queries x heads), one wgmma group of 4 steps, both operands in shared
-//                          A B A B      memory; behind it, the logits of the unit before are stored
+//   WARPGROUPS of math   A B A B     A: keys x (queries x heads), a wgmma group of 4 steps of k, both operands in
+//                          A B A B      shared memory; meanwhile the logits of the unit before are stored
 //                        time ->     B: relu, and the sums over heads in float32
 //
-//   full[stage]          a unit is there    one producer warp; UNDERWAY 0: and 32 arrivals after its copies
-//   empty[stage]         a unit is read     the 4 warps of the math warpgroup that had it; TOGETHER: of all of them
-//   tile_full[buffer]    a tile is there    the producer warp that wrote its header, and 128 arrivals after copies
+//   mbarrier             means              who arrives
+//   full[stage]          a unit is there    one producer warp; with UNDERWAY 0 also 32 arrivals of its copies
+//   empty[stage]         a unit is read     the 4 warps of the math warpgroup that read it; with TOGETHER those of all
+//   tile_full[buffer]    a tile is there    the producer warp that wrote its header, and 128 arrivals of the copies
 //   tile_empty[buffer]   a tile is done     all math warps
 //
-// While one math warpgroup sums, others multiply. TOGETHER (prefill): each has QUERIES queries of its own, and all
-// work on every unit. Otherwise they have the same queries and take turns with the units.
+// How math warpgroups divide the work. TOGETHER (prefill): each has QUERIES queries of its own, and all of them work
+// on every unit. Otherwise (decode) they have the same queries and take turns with the units. In both cases one
+// warpgroup sums while others multiply.
 //
-// A lane has a quarter of the heads of each query, for keys g and g + 8; what the lanes of a quad have is added up so
-// that each ends with the logits of one key, for every second query. The columns of two queries stand in an order that
-// makes half of these exchanges simple (QueryHead).
+// Sums over heads. In the accumulators lane 4 g + t has keys g and g + 8, and a quarter of each query's heads. The
+// four lanes of a quad add up what they have, so that each ends with the logits of one key for every second query. The
+// columns of two queries alternate, so that half of these exchanges need no choice between registers (QueryHead).
 //
-// MXFP4: the ring holds codes. Each math warpgroup widens the keys of its unit to e4m3 (rows/mxfp4.cuh says what is
-// exact), in registers: as A operands. A lane has a quarter of a key's 128 values, those of one group, which stand
-// side by side: of each it gives an eighth to every step of k. The order of k is free as long as both operands agree:
-// copy_queries stores the queries' words in it. Codes are free for the next unit before the multiplication begins.
+// MXFP4: the ring holds codes. Each math warpgroup widens the keys of its unit to e4m3 in registers, as A operands
+// (rows/mxfp4.cuh says what is exact). Lane t of a quad has one of a key's four scale groups: 32 neighbouring values,
+// of which it gives 8 to each of the 4 steps of k. The order of k is free as long as both operands agree, so
+// copy_queries stores the queries' words in this order. A stage is free for the next unit before its multiplication
+// begins.
 //
-// CANDIDATES: a query token sees blocks of 8 keys of its own (work.cuh), found in a list. A tile has one query.
+// CANDIDATES: a query token sees blocks of 8 keys of its own, found in a list (work.cuh). A tile has one query.
 //
-// COMPACT rows of results start at the first key that their query sees; what it does not see has no place in them.
+// COMPACT: a row of results starts at the first key that its query sees, and has no room for keys that it does not
+// see.
 //
-// SCHEDULED: a schedule (schedule.cuh) tells a CTA its share and where the share's first keys stand. The producer has
-// read it, and copies these keys, as soon as the launch before has ended. Without one it has to read lengths and block
-// table first. A call by a schedule is short, and much of its time is what a CTA does once: so its producer has few
-// instructions, and what is rare stands behind the rest.
+// SCHEDULED: a schedule (schedule.cuh) tells a CTA its share, and where the share's first keys stand. The producer
+// reads it before the launch before has ended, and copies these keys as soon as that launch has. Without a schedule it
+// would have to read lengths and the block table first. Calls by a schedule are short, and much of their time is what
+// a CTA does once. So the producer has few instructions, and rare cases stand behind the others.
 //
 // Shared memory: two buffers of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes (MXFP4: 64), scales.
 //
-// What is exact: e4m3 is multiplied as it is; e2m1 keys become e4m3 (rows/mxfp4.cuh says when exactly). What is
-// rounded: sums, by wgmma over a key's values, in float32 over heads; the product with the key's scale.
+// Exact: e4m3 is multiplied as it is; e2m1 keys become e4m3 (rows/mxfp4.cuh says when that is exact). Rounded: wgmma's
+// sums over a key's values, the sums over heads in float32, and the product with the key's scale.
 //
 // Parts, under logits_sm90/:
 //
 //   plan                  constants, registers, shared memory, the ring and its barriers
-//   queries, units        what producers bring: a tile's queries, weights and header; keys
-//   producer, scheduled   in which order, without a schedule and by one
-//   products, results     keys x queries and the sums over heads; logits
-//   pipeline              what a math warpgroup does, and all that a CTA does
+//   queries, units        what producers copy: a tile's queries, weights and header; units of keys
+//   producer, scheduled   the order in which they do: without a schedule, and by one
+//   products, results     keys x queries and the sums over heads; how logits are stored
+//   pipeline              what a math warpgroup does, and the kernel
 #include "indexer/logits_sm90/pipeline.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)

@@ -1,6 +1,6 @@
-// The indexer's loss of what indexer_loss.cu has left for the tokens, in an order of its own.
+// The indexer's loss: the sum of the tokens' divergences from indexer_loss.cu, in a fixed order, times a factor.
 //
-//   one CTA; a thread has every 1024th token
+//   one CTA   a thread has every 1024th token
 #include "tile/warp.cuh"
 
 constexpr int WARPS = 32, THREADS = 32 * WARPS;
@@ -8,7 +8,7 @@ constexpr int WARPS = 32, THREADS = 32 * WARPS;
 // cupy_mla/cuda/training.py declares the same fields.
 struct LossSumParams {
     const float* divergences;  // [tokens]
-    const int32_t* number;     // of tokens that count, or null: nothing divides
+    const int32_t* number;     // of tokens that count, which divides the loss; null: nothing does
     float* out;
     float coeff;
     int32_t tokens;

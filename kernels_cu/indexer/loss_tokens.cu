@@ -1,6 +1,6 @@
-// How many tokens count in the indexer's loss: those with a valid entry that the caller lets count.
+// Counts the tokens of the indexer's loss: those that the caller lets count and whose list has a valid entry.
 //
-//   a warp a token; it looks through the list until an entry is valid, and adds 1 to the number
+//   one warp   a token: looks through its list up to a valid entry, then adds 1 to the number
 #include "ptx/types.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
@@ -8,10 +8,10 @@ constexpr int WARPS = 8, THREADS = 32 * WARPS;
 // cupy_mla/cuda/training.py declares the same fields.
 struct LossTokensParams {
     const int32_t* indices;  // [tokens, topk]; null: entry j is key j
-    const int32_t* starts;   // [tokens] the first entry, or null: 0
-    const int32_t* ends;     // [tokens] that behind the last one, or null: topk
+    const int32_t* starts;   // [tokens] the list's first entry; null: 0
+    const int32_t* ends;     // [tokens] the entry behind the last one; null: topk
     const uint8_t* counted;  // [tokens] whether they may count, or null
-    int32_t* number;         // 0 before
+    int32_t* number;         // 0 before the launch
     int64_t index_stride;    // items
     int32_t tokens, topk, keys;
 };

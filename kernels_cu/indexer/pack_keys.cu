@@ -1,16 +1,17 @@
-// Writes tokens' 128 indexer keys: as e4m3 under one scale a token (layout INDEXER_FP8, cupy_mla/layouts.py), or as e2m1
-// under a power of two a group of 32 (MXFP4, layout INDEXER_MXFP4).
+// Writes tokens' 128 indexer keys: as e4m3 under one scale a token (layout INDEXER_FP8, cupy_mla/layouts.py), or as
+// e2m1 under a power of two a group of 32 (MXFP4, layout INDEXER_MXFP4).
 //
-//   one warp     8 tokens: half a warp has a token in each of 4 rounds, whose loads are all under way at once
+//   one warp     8 tokens, in 4 rounds of two: half a warp has a token. The loads of all rounds are under way together
 //     find       lane l finds where token l % 8 goes
-//     a lane     16 bytes of keys in, 8 bytes of e4m3 out. The largest magnitudes of two rounds are found by shuffles
-//                in one register
-//                MXFP4: 4 bytes out; four lanes have a group
+//     a lane     loads 16 bytes of a key and stores 8 bytes of e4m3. One register has the largest magnitudes of two
+//                rounds, so that one set of shuffles finds both
+//                MXFP4: it stores 4 bytes; four lanes have a group
 //
-// ALIGNED: keys allow 16-byte loads and the cache 8-byte stores. It is known at compile time: where a load may be one wide
-// load or eight narrow ones, the compiler waits for it before it starts the next one. A block of the cache holds the keys
-// of all its tokens first, then their scales. No shared memory. Tokens are skipped whose slot is negative or beyond the
-// cache.
+// ALIGNED: keys allow 16-byte loads and the cache 8-byte stores. It is a constant of the variant: where the same load
+// may be one wide load or eight narrow ones, the compiler waits for it before it starts the next one.
+//
+// A block of the cache holds the keys of all its tokens first, then their scales. Tokens whose slot is negative or
+// beyond the cache are skipped. No shared memory.
 #include "rows/chunk.cuh"
 #include "rows/mxfp4.cuh"
 #include "rows/place.cuh"
@@ -69,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1)
     const int64_t slot = token + lane % TOKENS <= last ? p.slots[token + lane % TOKENS] : -1;
     Vec16 keys[ROUNDS];
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i)  // beyond the end the last token is loaded again and not stored
+    for (int i = 0; i < ROUNDS; ++i)  // behind the last token it is loaded again, but not stored
         keys[i] = load_chunk(p.k + min(token + 2 * i + half, last) * p.k_stride + lane % LANES * CHUNK, ALIGNED);
 
     const RowPlace<int64_t> mine = place_of_slot(slot, p.num_slots, p.block_size, p.block_stride, ROW_STRIDE);

@@ -1,13 +1,17 @@
-// Quantizes the indexer's queries: rotary embedding if asked, e4m3 under one scale a token and head, and the heads'
-// weights times these scales. MXFP4: e2m1 under a power of two a group of 32, which stands apart (WIDEN: as e4m3 under one
-// power of two, which goes into the weight; rows/mxfp4.cuh).
+// Quantizes the indexer's queries: applies the rotary embedding if asked, rounds to e4m3 under one scale a token and
+// head, and multiplies the heads' weights by these scales. MXFP4: rounds to e2m1 under a power of two a group of 32;
+// these scales are stored apart. WIDEN: then to e4m3 under one power of two, which goes into the weight
+// (rows/mxfp4.cuh).
 //
-//   one warp    8 heads of a token: half a warp has a head in each of 4 rounds, whose loads are all under way at once
-//     rotate    the lanes that hold the 64 rotated values; angles are loaded once for all 8 heads. Half-split pairs stand
-//               4 lanes apart and are exchanged by shuffles. Products and sums are rounded one by one, then to bfloat16
-//     a lane    16 bytes of q in, 8 bytes of e4m3 out; the largest magnitudes of two rounds are found in one register
-//               MXFP4: 4 bytes of e2m1 out; four lanes have a group
-//     weights   lane h < 8 that of head h
+//   one warp    8 heads of a token, in 4 rounds of two: half a warp has a head. The loads of all rounds are under way
+//               together
+//     rotate    concerns the 8 lanes that hold the 64 rotated values. Angles are loaded once for all heads. The values
+//               of a half-split pair stand 4 lanes apart and are exchanged by shuffles. Each product and sum is
+//               rounded to float32, the result to bfloat16
+//     quantize  a lane has 16 bytes of q and stores 8 bytes of e4m3. One register has the largest magnitudes of two
+//               rounds, so that one set of shuffles finds both
+//               MXFP4: it stores 4 bytes of e2m1; four lanes have a group
+//     weights   lane h < 8 stores that of head h
 //
 // ALIGNED: q allows 16-byte loads. No shared memory.
 #include "rows/chunk.cuh"
@@ -41,13 +45,13 @@ __device__ __forceinline__ float load_number(const void* from, int64_t at, bool 
     return is_bf16 ? bf16_to_float(static_cast<const bf16*>(from)[at]) : static_cast<const float*>(from)[at];
 }
 
-// A lane's cosines and sines, of its 8 values (half-split) or 4 pairs.
+// A lane's cosines and sines: of its 8 values (half-split), or of its 4 pairs (interleaved).
 struct Angles {
     float cos[CHUNK], sin[CHUNK];
     bool mine;  // this lane's values are rotated
 
     __device__ __forceinline__ void load(const QuantizeQParams& p, int token, int lane) {
-        const int place = p.rope_first ? lane : lane - (LANES - ROPE_LANES);  // among the lanes that are rotated
+        const int place = p.rope_first ? lane : lane - (LANES - ROPE_LANES);  // among the lanes with rotated values
         const int64_t position = p.positions == nullptr ? -1 : p.positions[token];
         mine = 0 <= place && place < ROPE_LANES && 0 <= position && position < p.positions_end;
         if (!mine) return;
@@ -82,7 +86,7 @@ __device__ __forceinline__ Vec16 rotate(const QuantizeQParams& p, const Vec16& v
             pack_bf16x2(out[6], out[7])};
 }
 
-// Quantizes and stores one head's row, number `row`, by 16 lanes. Returns what goes into the head's weight.
+// Quantizes and stores row number `row`, a head of a token, by 16 lanes. Returns the factor of the head's weight.
 __device__ __forceinline__ float store_mxfp4(const QuantizeQParams& p, const Vec16& values, int64_t row, int lane) {
     const uint32_t scale = mxfp4_scale(amax_or_nan<MXFP4_GROUP / CHUNK>(values)), scales = join_scales(scale, lane);
     const uint32_t codes = quantize_e2m1_8(values, scale), largest = largest_scale(scales);

@@ -1,8 +1,9 @@
-// Rounds rows of 128 values to e4m3 under a scale each, as quantize_q.cu and pack_keys.cu round the indexer's queries and
-// keys. What is written are the e4m3 numbers as bfloat16, which hold them exactly, and the scales.
+// Rounds rows of 128 values to e4m3 under a scale each, as quantize_q.cu and pack_keys.cu round the indexer's queries
+// and keys. Writes the e4m3 numbers as bfloat16, which hold them exactly, and the scales.
 //
-//   one warp     4 rows: half a warp has a row in each of 2 rounds, whose largest magnitudes are found in one register
-//   a lane       16 bytes of a row in, 16 bytes out
+//   one warp     4 rows, in 2 rounds of two: half a warp has a row. One register has the largest magnitudes of both
+//                rounds, so that one set of shuffles finds both
+//   a lane       loads 16 bytes of a row, and stores 16 bytes
 //
 // No shared memory.
 #include "rows/chunk.cuh"
@@ -28,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) round_rows(const __grid_co
     const int first = (blockIdx.x * WARPS + threadIdx.x / 32) * ROWS + half, step = 32 / LANES;
     Vec16 rows[ROUNDS];
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {  // beyond the end the last row is loaded again and not stored
+    for (int i = 0; i < ROUNDS; ++i) {  // behind the last row it is loaded again, but not stored
         const int row = min(first + i * step, p.rows - 1), outer = row / p.of_outer;
         rows[i] =
             load_chunk(p.source + outer * p.outer + (row - outer * p.of_outer) * p.inner + lane * CHUNK, p.aligned);

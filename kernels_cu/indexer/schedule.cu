@@ -1,9 +1,9 @@
-// The schedule of paged logits. It divides the units of keys of all requests into shares, once for all layers. A CTA makes
-// one share.
+// The schedule of paged logits: divides the units of keys of all requests into shares (work.cuh), once for all layers
+// of a model. One CTA makes one share, a line of the schedule (schedule.cuh).
 //
-// The logits' kernel reads it without waiting for the launches before its own. So this kernel must not let the next one
-// start early, as kernels with let_next_kernel_start do: whatever is launched behind it starts when its CTAs have ended,
-// and none of these ends before what it wrote can be seen by others.
+// The logits' kernel reads the schedule without waiting for the launches before its own. So this kernel must not call
+// let_next_kernel_start: what is launched behind it starts when its CTAs have ended, and each of them makes what it
+// wrote visible before it ends.
 #include "indexer/keys.cuh"
 #include "indexer/schedule.cuh"
 
@@ -14,19 +14,20 @@ struct ScheduleParams : LogitsWork {
 };
 
 constexpr int THREADS = 128;
-constexpr int EVERY_QUERY = 1 << 20;  // of a request, in one tile
+constexpr int EVERY_QUERY = 1 << 20;  // a tile has all queries of a request
 
-// No Hopper GPU runs more CTAs of the logits at a time: two on each of 144 SMs. Up to so many shares are equal, as far as
-// units are whole. Of more shares the first third has most of the units. The CTAs of the others begin when earlier CTAs have
-// ended. SMs end at unlike times; the late CTAs, which have few units, even that out.
+// No Hopper GPU runs more CTAs of the logits at a time: two on each of 144 SMs. Up to so many shares are equal,
+// as far as places are whole. Of more shares, the CTAs of the first third run first and have 92 % of the units. The
+// others begin as earlier ones end: they have few units, 5.5 % and 2.5 %, and so even out that SMs end at different
+// times.
 constexpr int SHARES_AT_ONCE = 288;
 struct ScheduleShares {
     __device__ __forceinline__ static int64_t begin(int64_t total, int i, int shares) {
         if (shares <= SHARES_AT_ONCE) return EqualShares::begin(total, i, shares);
         const int third = ceil_div(shares, 3), number = min(i / third, 2);
-        const int size = min(third, shares - number * third);          // the last one may be smaller
-        const int before = number == 0 ? 0 : number == 1 ? 920 : 975;  // of 1000
-        const int own = number == 0 ? 920 : number == 1 ? 55 : 25;
+        const int size = min(third, shares - number * third);  // shares of this third; the last one may have fewer
+        const int before = number == 0 ? 0 : number == 1 ? 920 : 975;  // thousandths of all places in thirds before
+        const int own = number == 0 ? 920 : number == 1 ? 55 : 25;     // and in this one
         return total * (before * size + own * (i - number * third)) / (1000 * size);
     }
 };

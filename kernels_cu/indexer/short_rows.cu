@@ -1,9 +1,9 @@
-// The k largest of rows that have no more than k items: all of them, in order, whatever their logits are. The parameters are
-// those of `topk`; logits are not read.
+// The k largest of rows that have at most k logits: all of them, in order, whatever they are. Logits are not read. The
+// parameters are those of `topk`.
 //
-//   grid      x row, y RESULTS of its k results
-//   a thread  FOURS times four neighbouring results. The row's end and the blocks of its positions are on their way at the
-//             same time: results wait for one load, and with `requests` for two
+//   grid      x: row, y: RESULTS of its k results
+//   a thread  stores FOURS times four neighbouring results. The loads of the row's end and of its positions' blocks
+//             are under way together: results wait for one load, or with `requests` for two
 //
 // No shared memory.
 #include "indexer/topk/short_row.cuh"

@@ -1,7 +1,7 @@
 // Widens rows of 128 MXFP4 values to e4m3 under one factor a row (rows/mxfp4.cuh says what is exact).
 //
-//   8 lanes    a row: 8 bytes of codes in, 16 bytes of e4m3 out each; the first of them writes the factor, times what the
-//              row's weight is if there are weights
+//   8 lanes    a row: each loads 8 bytes of codes and stores 16 bytes of e4m3. The first of them stores the factor,
+//              times the row's weight if there are weights
 //
 // Rows of codes start at multiples of 4 bytes. No shared memory.
 #include "rows/mxfp4.cuh"
@@ -14,9 +14,9 @@ struct WidenParams {
     uint8_t* out;           // [rows, 128] e4m3
     float* factors;         // [rows]
     int64_t rows;
-    int64_t codes_outer, codes_inner, scales_outer, scales_inner, weights_outer,
-        weights_inner;  // bytes; items of weights
-    int32_t inner;      // rows are numbered [outer, inner]
+    int64_t codes_outer, codes_inner, scales_outer, scales_inner;  // strides, bytes
+    int64_t weights_outer, weights_inner;                          // strides, items
+    int32_t inner;                                                 // row r is [r / inner, r % inner]
     int32_t unused;
 };
 

@@ -1,14 +1,22 @@
-// The logits' work: queries form tiles, a tile's keys form units, and CTAs share the units of all tiles evenly.
+// How the logits' work is divided: queries form tiles, a tile's keys form units, and CTAs share the units of all
+// tiles.
 //
-// A tile is a few neighbouring queries of one request (keys in rows: of all queries). It needs the keys from the first
-// to the last that any of its queries sees. The units of all tiles, one tile after the other, are one list. Every CTA
-// takes an equal share of it. With keys in rows, each tile has some more places in that list, since it costs time to begin
-// one: at the tip of a causal triangle, tiles are many and short. Lengths are read on the device; the host knows the number
-// of tiles alone. A logit does not depend on the share that it falls into.
+//   tile    a few neighbouring queries of one request (keys in rows are one request), and the keys from the first to
+//           the last that any of these queries sees
+//   unit    UNIT neighbouring keys of a tile
+//   list    the places of all tiles, one tile after the other: a place for each unit and, with keys in rows, some more
+//           for each tile, since it costs time to begin one (at the tip of a causal triangle tiles are many and short)
+//   share   the neighbouring places that one CTA has; shares are equal, as far as places are whole
 //
-// CANDIDATES (paged keys): what is a request above is a query token here, which sees candidate blocks of 8 of its request's
-// keys. Key number 8 c + i stands at position 8 * candidates[c] + i. The last candidate block may go beyond the request's
-// end; keys there do not exist.
+//   list    | b u u u u u | b u u | b u u u u u u u | ...      b: to begin a tile, u: a unit
+//   shares  |---- CTA 0 ----|---- CTA 1 ----|---- CTA 2 ----|
+//
+// Lengths are read on the device; the host knows only the number of tiles. A logit does not depend on the share that
+// it falls into.
+//
+// CANDIDATES (paged keys): a query token takes the place of a request. It sees candidate blocks of 8 of its request's
+// keys: key number 8 c + i stands at position 8 * candidates[c] + i. The last candidate block may reach beyond the
+// request's end; keys there do not exist.
 #pragma once
 #include "rows/block_table.cuh"
 #include "rows/place.cuh"
@@ -16,14 +24,14 @@
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct LogitsWork {
-    BlockTable table;           // paged keys
+    BlockTable table;           // of paged keys
     const int32_t* starts;      // [queries]; null for paged keys
-    const int32_t* ends;        // [queries], or context lengths [requests] or [requests, queries]
-    int64_t lens_stride;        // items; 0 for context lengths [requests]
-    int32_t requests, queries;  // keys in rows: one request
-    int32_t width;              // keys, or the longest context
+    const int32_t* ends;        // [queries], or context lengths, [requests] or [requests, queries]
+    int64_t lens_stride;        // items; 0: `ends` are context lengths [requests]
+    int32_t requests, queries;  // queries of a request; keys in rows: one request
+    int32_t width;              // of the rows of logits: keys, or the longest context
     int32_t all_chosen;         // queries that see at most so many keys need no logits; 0: all queries need them
-    const int32_t* candidates;  // CANDIDATES: [requests, width / 8] blocks of 8 keys, -1 behind the last
+    const int32_t* candidates;  // CANDIDATES: [requests, width / 8] numbers of blocks of 8 keys, -1 behind the last
     const int32_t* req_id;      // CANDIDATES: [requests] rows of the block table; `ends` are [requests]
     int64_t candidates_stride;  // items
 };
@@ -34,7 +42,7 @@ struct LogitsParams : LogitsWork {
     const float* scales;                 // [width]; null for paged keys
     const float* w;                      // [requests * queries, heads]
     float* out;                          // [requests * queries, width]
-    const int32_t* schedule;             // [grid, SCHEDULE_WORDS] (schedule.cuh); null: each CTA counts its share
+    const int32_t* schedule;             // [grid, SCHEDULE_WORDS] (schedule.cuh); null: each CTA finds its share
     int64_t q_request, q_query, q_head;  // bytes
     int64_t w_stride, out_stride;        // items
     int64_t key_stride;                  // bytes from row to row, or from block to block
@@ -42,7 +50,7 @@ struct LogitsParams : LogitsWork {
     int32_t heads;
     int32_t num_blocks;
     int32_t clean;          // write -inf for keys that a query does not see
-    int32_t compact_width;  // logits of a query in COMPACT rows, which start at the first key that it sees
+    int32_t compact_width;  // of COMPACT rows, which start at the first key that their query sees
 };
 
 constexpr int QUERY_BYTES = 128, KEY_BYTES = ROW_STRIDE;
@@ -59,8 +67,7 @@ __device__ __forceinline__ KeyRange range_of_query(const LogitsWork& p, int requ
     int begin = 0, end;
     if constexpr (CANDIDATES) {
         const int keys = max(0, min(p.ends[request], p.width));
-        return {0,
-                ceil_div(keys, CANDIDATE_BLOCK) * CANDIDATE_BLOCK};  // of as many blocks; `width` is a multiple, too
+        return {0, ceil_div(keys, CANDIDATE_BLOCK) * CANDIDATE_BLOCK};  // `width` is a multiple of the block, too
     } else if constexpr (PAGED) {
         end = p.lens_stride == 0 ? p.ends[request] - p.queries + query + 1 : p.ends[request * p.lens_stride + query];
     } else {
@@ -71,8 +78,9 @@ __device__ __forceinline__ KeyRange range_of_query(const LogitsWork& p, int requ
 }
 
 struct QueryTile {
-    int request, first, count;  // queries of the request
+    int request, first, count;  // queries `first` to `first + count - 1` of the request
 
+    // The row of logits of the tile's query number i.
     __device__ __forceinline__ int64_t row(const LogitsWork& p, int i) const {
         return int64_t(request) * p.queries + first + i;
     }
@@ -91,12 +99,12 @@ __device__ __forceinline__ QueryTile tile_of(const LogitsWork& p, int number) {
     return {request, first, min(TILE_SIZE, p.queries - first)};
 }
 
-// The keys that a tile needs. It begins at a multiple of ALIGNED_KEYS. So 32-byte sectors of the logits are written whole,
+// The keys of a tile. They begin at a multiple of ALIGNED_KEYS. So 32-byte sectors of the logits are written whole,
 // and keys that stand together in a block are read together.
 constexpr int ALIGNED_KEYS = 16;
 template <int TILE_SIZE>
 __device__ __forceinline__ KeyRange range_of_tile(const LogitsWork& p, const QueryTile& tile) {
-    constexpr bool SMALL = TILE_SIZE <= 16;  // all queries are read at a time
+    constexpr bool SMALL = TILE_SIZE <= 16;  // loads for all queries are under way together
     KeyRange all = {p.width, 0};
 #pragma unroll(SMALL ? TILE_SIZE : 1)
     for (int i = 0; i < (SMALL ? TILE_SIZE : tile.count); ++i) {
@@ -106,7 +114,7 @@ __device__ __forceinline__ KeyRange range_of_tile(const LogitsWork& p, const Que
     return {all.begin / ALIGNED_KEYS * ALIGNED_KEYS, all.end};
 }
 
-// The keys of a tile that its units cover, with -inf where no query sees them.
+// The keys of a tile that its units cover: the kernels write a logit, or -inf, for each of them and each query.
 template <int UNIT>
 __device__ __forceinline__ KeyRange covered(const LogitsWork& p, const KeyRange& range) {
     if (range.begin >= range.end) return {0, 0};
@@ -118,7 +126,7 @@ __device__ __forceinline__ int units_in(const KeyRange& range) {
     return range.begin < range.end ? ceil_div(range.end - range.begin, UNIT) : 0;
 }
 
-// To begin a tile of queries costs about as long as so many keys.
+// To begin a tile takes about as long as so many keys.
 constexpr int KEYS_OF_BEGIN = PAGED ? 0 : 128;
 
 // The places of a tile in the list: BEGIN_PLACES, then one a unit.
@@ -134,11 +142,12 @@ struct Units {
     int first, count;  // of a tile
 };
 
-// This CTA's share: `count` places of the list, from place `place` of tile `tile` on.
+// A CTA's share: `count` places of the list, from place number `place` of tile number `tile` on.
 struct Share {
     int tile, place, count;
 
-    // The units of the tile that are in the share, or none. Goes on to the next tile.
+    // Takes from the share what it has of the tile, whose keys are `range`: the share then begins at the next tile.
+    // Returns the units among that.
     template <int UNIT>
     __device__ __forceinline__ Units take_tile(const KeyRange& range) {
         constexpr int BEGIN = BEGIN_PLACES<UNIT>;
@@ -149,12 +158,13 @@ struct Share {
     }
 };
 
-// Where share number i begins, or number i - 1 ends, of so many shares of `total` places.
+// `begin` is the place where share number i begins, and number i - 1 ends, of so many shares of `total` places.
 struct EqualShares {
     __device__ __forceinline__ static int64_t begin(int64_t total, int i, int shares) { return total * i / shares; }
 };
 
-// Called by the whole CTA.
+// This CTA's share. Each thread counts the places of some neighbouring tiles; the one whose tiles have the share's
+// first place finds the tile. Called by the CTA.
 template <int THREADS, int TILE_SIZE, int UNIT, typename Shares = EqualShares>
 __device__ __forceinline__ Share share_of_cta(const LogitsWork& p) {
     __shared__ int64_t warp_sums[THREADS / 32];
@@ -184,8 +194,8 @@ __device__ __forceinline__ Share share_of_cta(const LogitsWork& p) {
     return share;
 }
 
-// The same for few tiles: each warp counts for itself. There are fewer than 2^31 places, since no GPU's memory holds the
-// logits of more units.
+// The same for few tiles, by one warp. There are fewer than 2^31 places, since no GPU's memory holds the logits of
+// more units.
 template <int TILE_SIZE, int UNIT>
 __device__ __forceinline__ Share share_of_warp(const LogitsWork& p, int lane) {
     const int tiles = num_tiles<TILE_SIZE>(p), of_lane = ceil_div(tiles, 32);
@@ -216,7 +226,7 @@ __device__ __forceinline__ Share share_of_warp(const LogitsWork& p, int lane) {
     return share;
 }
 
-// Calls `act(tile, its range, first unit, number of units)` for every tile of the share.
+// Calls act(tile, its keys, its first unit in the share, its number of units there) for each tile of the share.
 template <int TILE_SIZE, int UNIT, typename Act>
 __device__ __forceinline__ void for_tiles(const LogitsWork& p, Share share, Act act) {
     while (share.count > 0) {
@@ -227,7 +237,7 @@ __device__ __forceinline__ void for_tiles(const LogitsWork& p, Share share, Act 
     }
 }
 
-// -inf behind the logits of COMPACT rows, which have no room for keys that a query does not see.
+// Writes -inf behind the logits of COMPACT rows, if asked.
 template <int THREADS>
 __device__ __forceinline__ void clean_compact_rows(const LogitsParams& p, int thread) {
     if (!p.clean) return;
@@ -238,7 +248,7 @@ __device__ __forceinline__ void clean_compact_rows(const LogitsParams& p, int th
     }
 }
 
-// -inf for the keys of the logits' rows that no unit covers. THREADS threads of every CTA share the rows.
+// Writes -inf for the keys that no unit covers, if asked. THREADS threads of each CTA work on every gridDim-th row.
 template <int THREADS, int TILE_SIZE, int UNIT>
 __device__ __forceinline__ void clean_rows(const LogitsParams& p, int thread) {
     if (!p.clean) return;

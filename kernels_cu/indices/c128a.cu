@@ -1,5 +1,7 @@
-// Lists of every complete compressed row: slots for decode tokens, row numbers for prefill tokens.
-// One CTA a token; 256 threads write its row side by side.
+// Writes lists that name every compressed row that is complete at a token's position: as slots for decode tokens, as
+// row numbers for prefill tokens.
+//
+//   one CTA   a token; neighbouring threads write neighbouring entries
 #include "rows/block_table.cuh"
 
 // The launcher declares the same fields.
@@ -16,7 +18,7 @@ struct C128aParams {
     int32_t decode_width, prefill_width;
     int32_t num_decode_tokens;
     int32_t ratio;
-    int32_t most;  // rows that a list may have
+    int32_t most;  // entries that a list may have
     int32_t unused;
 };
 

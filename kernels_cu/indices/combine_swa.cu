@@ -1,5 +1,7 @@
-// A prefill token's list of workspace rows: the compressed rows its indexer chose, then its sliding window.
-// One CTA a token; 256 threads write its row of `width` entries side by side.
+// Writes a prefill token's list of workspace rows: the compressed rows that its indexer chose, then its sliding
+// window.
+//
+//   one CTA   a token; neighbouring threads write neighbouring entries of its list
 #include "indices/queries.cuh"
 #include "indices/window.cuh"
 
@@ -8,18 +10,18 @@ struct CombineSwaParams {
     Queries queries;
     const int32_t* chosen;       // [num_tokens, >= topk] compressed positions
     const int32_t* gather_lens;  // [num_requests]
-    const int32_t* left;         // [num_tokens] positions of an image before and behind a token, or null
-    const int32_t* right;
-    int32_t* out;           // [num_tokens, width]
-    int32_t* lens;          // [num_tokens]
-    int64_t chosen_stride;  // items
+    const int32_t* left;         // [num_tokens] positions of the token's image before it, or null
+    const int32_t* right;        // [num_tokens] and behind it
+    int32_t* out;                // [num_tokens, width]
+    int32_t* lens;               // [num_tokens]
+    int64_t chosen_stride;       // items
     int64_t out_stride;
     int32_t window;
     int32_t most;   // entries that a window may have
     int32_t ratio;  // 0: no compressed rows
     int32_t topk;
-    int32_t rows;             // of the workspace for each request
-    int32_t compressed_rows;  // of those, the first ones
+    int32_t rows;             // of the workspace, for each request
+    int32_t compressed_rows;  // the first ones of these; the others are gathered tokens
     int32_t width;
     int32_t unused;
 };
@@ -30,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_swa(const __grid_c
     const int32_t token = p.queries.starts[0] + int32_t(blockIdx.x);
     const int32_t request = request_of(p.queries, token), position = position_of(p.queries, request, token);
     int32_t compressed = 0, window = 0, first_row = 0;
-    int64_t tail = 0;  // the window's first row among those gathered
+    int64_t tail = 0;  // number of the window's first token among the gathered ones
     if (position >= 0) {
         const bool image = p.left != nullptr;
         const int32_t seq_len = p.queries.seq_lens[request];

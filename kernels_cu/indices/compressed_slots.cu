@@ -1,5 +1,5 @@
-// The slot of the compressed row that a query token completes, -1 where it completes none, where the token itself goes
-// nowhere, and where the row is another rank's. One thread an entry of `out`.
+// Writes the slot of the compressed row that a query token completes. -1: it completes none, the token itself has no
+// slot, or the row is another rank's. One thread an entry of `out`.
 #include "indices/ownership.cuh"
 #include "indices/queries.cuh"
 

@@ -1,15 +1,15 @@
-// Positions in a request to slots of the paged cache, or to rows of a prefill's workspace.
+// Converts positions in a request to slots of the paged cache, or to rows of a prefill's workspace.
 //
 //   grid     a CTA takes a few consecutive tokens, which mostly belong to one request
-//   CTA      256 threads walk each token's row of k entries, 2 x 4 entries a thread at a time: two 16-byte loads, eight
-//            look-ups under way together, two 16-byte stores. A row's first loads are under way while its request is
-//            looked up
-//   table    STAGED > 0: the request's row of the block table is copied to shared memory first, and again whenever the
-//            request changes. The look-ups of a warp then cost a few bank conflicts; scattered reads of global memory
-//            would cost up to 32 cache lines each. STAGED 0 reads global memory: for small batches, where copying the
-//            row costs more than it saves, and for rows wider than STAGED.
-//   counts   valid entries, by a warp reduction and one atomic add in shared memory a warp and token
-//   ends     the place behind a row's last valid entry, by a warp's maximum and one atomic maximum
+//   CTA      256 threads walk each token's row of k entries. A thread takes 2 x 4 entries at a time: two 16-byte
+//            loads, eight look-ups that are under way together, two 16-byte stores. The first loads of a row are under
+//            way while its request is looked up
+//   table    STAGED > 0: the request's row of the block table is copied to shared memory, anew whenever the request
+//            changes. A warp's look-ups then cost a few bank conflicts, where scattered reads of global memory cost up
+//            to 32 cache lines. STAGED 0 reads global memory: for small batches, where the copy costs more than it
+//            saves, and for rows wider than STAGED
+//   counts   a row's valid entries: a sum over each warp, then an atomic add in shared memory
+//   ends     the place behind a row's last valid entry: a maximum over each warp, then an atomic maximum
 //
 // Shared memory (static): 4 * STAGED bytes, and 4 bytes a token.
 #include "rows/block_table.cuh"
@@ -23,12 +23,12 @@ struct ConvertParams {
     const int32_t* prefill_starts;  // [num_prefills], or null
     int32_t* out;                   // [num_tokens, k]
     int32_t* counts;                // [num_tokens], or null
-    int32_t* ends;                  // [num_tokens], or null; not both
-    const uint8_t* is_valid;        // [num_tokens]: where it is 0 the count is 0; or null
+    int32_t* ends;                  // [num_tokens], or null; counts or ends is null
+    const uint8_t* is_valid;        // [num_tokens]: where it is 0, so is the count or end; or null
     int64_t positions_stride;       // items
     int64_t out_stride;
     int32_t num_tokens, k, num_prefills;
-    int32_t rows;     // tokens a CTA
+    int32_t rows;     // tokens of a CTA
     int32_t aligned;  // every row starts at a multiple of 16 bytes, in and out
 };
 
@@ -37,16 +37,16 @@ constexpr int THREADS = 256, WIDE = 4, LOADS = 2;
 #if STAGED > 0
 __shared__ int32_t staged[STAGED];
 #endif
-__shared__ int32_t found[MAX_TOKENS_PER_BLOCK];  // the count, or the end, of each token's row
+__shared__ int32_t found[MAX_TOKENS_PER_BLOCK];  // each row's count or end
 
 // Where a token's entries are looked up.
 struct Lookup {
-    // The request's row of the block table; null for prefills and for requests that do not exist.
+    // The request's row of the block table; null for a prefill, and for a request that does not exist.
     const int32_t* blocks;
-    int32_t start;  // prefills: the first workspace row, else -1
+    int32_t start;  // the first workspace row of a prefill, else -1
 };
 
-// Positions become slots. All reads of the block table are under way before the first one is used.
+// Makes slots of positions. All reads of the block table are under way before the first one is used.
 template <int N>
 __device__ __forceinline__ void find_slots(const ConvertParams& p, const Lookup& in, int32_t (&entries)[N]) {
     if (in.start >= 0) {
@@ -69,6 +69,7 @@ __device__ __forceinline__ void find_slots(const ConvertParams& p, const Lookup&
     for (int i = 0; i < N; ++i) entries[i] = slot_in_block(p.table, block[i], entries[i]);
 }
 
+// `staged_request` is the request whose row of the block table is in shared memory. Called by the CTA.
 __device__ __forceinline__ Lookup lookup_of(const ConvertParams& p, int token, int32_t& staged_request) {
     if (p.prefill_ids != nullptr) {
         const int32_t prefill = p.prefill_ids[token];
@@ -90,8 +91,8 @@ __device__ __forceinline__ Lookup lookup_of(const ConvertParams& p, int token, i
 #endif
 }
 
-// The entries that a thread takes at a time: WIDE neighbours from `begin` on, then WIDE neighbours one step of the CTA
-// further, and so on. Behind the row's end: -1.
+// The entries that a thread takes at a time: WIDE neighbours from `begin` on, then WIDE neighbours WIDE * THREADS
+// entries further on, and so on. Entries behind the row's end are -1.
 __device__ __forceinline__ void load_entries(const ConvertParams& p, const int32_t* from, int begin,
                                              int32_t (&entries)[LOADS * WIDE]) {
 #pragma unroll
@@ -124,7 +125,7 @@ struct Found {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(const __grid_constant__ ConvertParams p) {
-    const bool asked = p.counts != nullptr || p.ends != nullptr;
+    const bool asked = p.counts != nullptr || p.ends != nullptr;  // for counts or ends
     if (threadIdx.x < MAX_TOKENS_PER_BLOCK) found[threadIdx.x] = 0;
     if (asked) __syncthreads();
     const int first = blockIdx.x * p.rows, rows = min(p.rows, p.num_tokens - first);

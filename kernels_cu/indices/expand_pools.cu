@@ -1,10 +1,10 @@
-// Chosen pools of tokens to the tokens' positions, and behind them the tokens of each sequence that make no whole pool.
+// Expands a token's list of chosen pools to the positions of the pools' tokens. Behind these come the last tokens of
+// the sequence, which make no whole pool.
 //
-//   grid   a CTA a token
-//   CTA    256 threads take 256 pools at a time; sums over lanes and warps tell how many valid ones stand before each,
-//          which is where its tokens go. The list has no gaps, and -1 behind it.
+//   one CTA   a token. 256 threads take 256 pools at a time. Sums over lanes and warps tell how many valid pools stand
+//             before each, and so where its tokens go. The list has no gaps, and -1 behind its end
 //
-// Shared memory (static): 64 bytes of the warps' sums, for two turns, so that one barrier a turn is enough.
+// Shared memory (static): 64 bytes, the warps' sums of two turns, so that one barrier a turn is enough.
 #include "rows/block_table.cuh"
 #include "tile/warp.cuh"
 

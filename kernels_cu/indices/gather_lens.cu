@@ -1,10 +1,11 @@
-// How many tokens at the end of each prefill's sequence the windows of its queries cover. One thread a prefill.
+// Counts the tokens at the end of each prefill's sequence that the sliding windows of its queries cover. One thread a
+// prefill.
 #include "indices/queries.cuh"
 
 // The launcher declares the same fields.
 struct GatherLensParams {
     Queries queries;
-    const int32_t* replay_start;  // [num_requests], or null: sequences have all rows
+    const int32_t* replay_start;  // [num_requests] first position with a row; null: 0
     int32_t* out;                 // [num_requests - num_decodes]
     int32_t num_decodes;
     int32_t window;

@@ -1,6 +1,7 @@
-// What a rank passes on of its chosen keys: their logits, and their positions in the request. One thread an entry.
+// Writes what a rank passes on of the keys that it chose: their logits, and their positions in the request.
 //
-//   grid   x token, y THREADS entries of its list
+//   grid         x: token, y: THREADS entries of its list
+//   one thread   an entry
 #include "indices/ownership.cuh"
 #include "ptx/griddepcontrol.cuh"
 

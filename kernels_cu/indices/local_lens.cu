@@ -1,4 +1,4 @@
-// How many tokens of each request lie on a rank. One thread a request.
+// Counts the tokens of each request that lie on a rank. One thread a request.
 #include "indices/ownership.cuh"
 
 // The launcher declares the same fields.

@@ -1,12 +1,12 @@
-// A rank's positions of each query token's list, renumbered, in their order and without gaps.
+// Keeps the entries of each query token's list that lie on this rank, as positions among the rank's tokens, in their
+// order and without gaps.
 //
-//   grid   a CTA a token
-//   CTA    256 threads take 1024 entries at a time, four neighbours each: a 16-byte load, then sums over lanes and
-//          warps tell how many of the rank's entries stand before them, which is where they go
+//   one CTA   a token. 256 threads take 1024 entries at a time, four neighbours each, by one 16-byte load. Sums over
+//             lanes and warps tell how many of the rank's entries stand before them, and so where they go
 //
 // The list may be written in place: a CTA writes only where it has read.
 //
-// Shared memory (static): 64 bytes of the warps' sums, for two turns, so that one barrier a turn is enough.
+// Shared memory (static): 64 bytes, the warps' sums of two turns, so that one barrier a turn is enough.
 #include "indices/ownership.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "tile/warp.cuh"

@@ -1,11 +1,11 @@
-// Which tokens of a request lie on a rank: token i on rank (i / interleave) % world size.
+// Which tokens of a request lie on which rank: token i lies on rank (i / interleave) % number of ranks.
 #pragma once
 #include "rows/block_table.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct Ownership {
     Divisor interleave;
-    Divisor turn;  // interleave times the number of ranks
+    Divisor turn;  // once around the ranks: interleave times their number
     int32_t rank;
 };
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ int32_t local_position(const Ownership& o, int32_t po
     return rank == o.rank ? turn * interleave + in_turn - rank * interleave : -1;
 }
 
-// The position in the request of the rank's token number `local`, not negative.
+// The position in the request of the rank's token number `local`, which is not negative.
 __device__ __forceinline__ int32_t global_position(const Ownership& o, int32_t local) {
     const int32_t interleave = int32_t(o.interleave.value), turn = divide(local, o.interleave);
     return turn * int32_t(o.turn.value) + o.rank * interleave + local - turn * interleave;

@@ -1,6 +1,9 @@
-// Keys and gates of the last query tokens of each request into its ring, where the next steps find those of a pool that
-// is not whole yet. A token at position i goes to place i % ring. One warp a token; lane l has values 4 l .. 4 l + 3. No
-// shared memory.
+// Copies keys and gates of the last query tokens of each request to its ring. There the next steps find the tokens of
+// a pool that is not whole yet (pool_keys.cu). A token at position i goes to place i % ring.
+//
+//   one warp   a token; lane l has values 4 l .. 4 l + 3
+//
+// No shared memory.
 #include "indices/queries.cuh"
 
 // The launcher declares the same fields.
@@ -17,10 +20,10 @@ struct PoolTailParams {
     int32_t num_rings;
 };
 
-constexpr int D = 128, THREADS = 32 * TOKENS_PER_BLOCK, EACH = D / 32;
+constexpr int D = 128, THREADS = 32 * TOKENS_PER_BLOCK, VALUES = D / 32;  // of a lane
 
 extern "C" __global__ void __launch_bounds__(THREADS) pool_tail(const __grid_constant__ PoolTailParams p) {
-    const int token = (blockIdx.x * THREADS + threadIdx.x) / 32, at = EACH * (threadIdx.x % 32);
+    const int token = (blockIdx.x * THREADS + threadIdx.x) / 32, at = VALUES * (threadIdx.x % 32);
     if (token >= p.queries.num_tokens) return;
     const int32_t request = request_of(p.queries, token), position = position_of(p.queries, request, token);
     if (position < 0 || position < p.queries.seq_lens[request] - p.ring) return;
@@ -29,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pool_tail(const __grid_con
     bf16* to = p.tail + id * p.tail_stride + (position % p.ring) * D + at;
     const bf16 *k = p.k + token * p.k_stride + at, *gate = p.gate + token * p.gate_stride + at;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < VALUES; ++i) {
         to[i] = k[i];
         to[int64_t(p.ring) * D + i] = gate[i];
     }

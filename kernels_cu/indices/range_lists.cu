@@ -1,17 +1,18 @@
-// Writes ranges of rows as backward_lists.cu leaves index lists: sorted entries, and where ranges of RANGE_ROWS rows begin.
+// Writes each token's range of rows in the form in which backward_lists.cu leaves index lists: sorted entries, and
+// where in them each block of RANGE_ROWS rows begins.
 //
-//   grid   x token
+//   one CTA   a token
 #include "ptx/types.cuh"
 
 constexpr int THREADS = 256;
 
 // cupy_mla/cuda/row_sums.py declares the same fields.
 struct RangeListsParams {
-    const int32_t* first;    // [tokens] the first row
-    const int32_t* end;      // [tokens] that behind the last one
+    const int32_t* first;    // [tokens] the first row of the token's range
+    const int32_t* end;      // [tokens] the row behind the last one
     const uint8_t* counted;  // [tokens] whether the token's rows count, or null
     int32_t* rows;           // [tokens, s_kv]
-    int32_t* places;         // the same
+    int32_t* places;         // [tokens, s_kv] entries' places, which are the rows themselves
     int32_t* counts;         // [tokens]
     int32_t* starts;         // [tokens, ranges + 1]
     int32_t s_kv, ranges;

@@ -1,4 +1,4 @@
-// Positions in requests to slots of a paged cache, int64; one position a thread. No shared memory.
+// Converts positions in requests to slots of a paged cache, as int64. One thread a position. No shared memory.
 #include "rows/block_table.cuh"
 #include "rows/integers.cuh"
 

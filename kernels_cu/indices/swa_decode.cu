@@ -1,5 +1,7 @@
-// The sliding window of each decode token as slots of the paged cache.
-// One warp a token; its lanes walk the window, so that neighbours look up the same block and write side by side.
+// Writes the sliding window of each decode token as slots of the paged cache.
+//
+//   one warp   a token; neighbouring lanes have neighbouring positions, mostly of one block, and write neighbouring
+//              slots
 #include "indices/queries.cuh"
 #include "indices/window.cuh"
 #include "rows/block_table.cuh"
@@ -10,12 +12,12 @@ struct SwaDecodeParams {
     Queries queries;
     const int32_t* token_to_req;  // [num_tokens]
     const uint8_t* is_valid;      // [num_tokens]
-    const int32_t* replay_start;  // [num_requests], or null: sequences have all rows
-    const int32_t* left;          // [num_tokens] positions of an image before and behind a token, or null
-    const int32_t* right;
-    int32_t* out;        // [num_tokens, width]
-    int32_t* lens;       // [num_tokens]
-    int64_t out_stride;  // items
+    const int32_t* replay_start;  // [num_requests] first position with a row; null: 0
+    const int32_t* left;          // [num_tokens] positions of the token's image before it, or null
+    const int32_t* right;         // [num_tokens] and behind it
+    int32_t* out;                 // [num_tokens, width]
+    int32_t* lens;                // [num_tokens]
+    int64_t out_stride;           // items
     int32_t window;
     int32_t width;
 };

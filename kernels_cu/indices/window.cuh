@@ -1,4 +1,4 @@
-// The positions that a query token's sliding window has.
+// The positions of a query token's sliding window.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -7,8 +7,10 @@ struct Window {
     int32_t length;
 };
 
-// The window of a token at `position` of a sequence of `seq_len` tokens, which has rows from position `floor` on, and of
-// whose image `left` positions stand before the token and `right` behind it. At most `most` positions.
+// The window of a token at `position`: the last `window` positions up to its own. Where the token belongs to an image,
+// with `left` positions before it and `right` behind it, the window reaches over the whole image. It is cut to
+// positions from `floor` on, of which the sequence has rows, to the sequence's `seq_len` tokens, and to `most`
+// positions.
 __device__ __forceinline__ Window window_of(int32_t position, int32_t seq_len, int32_t window, int64_t floor,
                                             int32_t left, int32_t right, int32_t most) {
     const int64_t reach = window - 1, more = left - reach;

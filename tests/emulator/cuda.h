@@ -1,4 +1,5 @@
-// CUDA's language for a C++ compiler: keywords, types, built-in variables and functions, on the emulated machine.
+// CUDA C++ for a host compiler: keywords, types, built-in variables and functions, on the emulated machine
+// (machine.h).
 #pragma once
 #include "machine.h"
 
@@ -9,7 +10,9 @@
 #define __device__
 #define __host__
 #define __global__
-#define __shared__ static  // the .bss is shared memory; what a kernel initialises, with zeros, too, is not there
+// A kernel's .bss is shared memory. What a kernel initialises, even with zeros, is not in it
+// (-fno-zero-initialized-in-bss).
+#define __shared__ static
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
@@ -18,8 +21,8 @@
 #define __align__(n) __attribute__((aligned(n)))
 
 namespace emu {
-// A loop may wait for other CTAs without anything that lets them run (tensor_quant.cu). It reads gridDim, and this is
-// where others get their turn.
+// Every 1024th read of gridDim lets other threads run: a loop may wait for other CTAs and call nothing else that does
+// (tensor_quant.cu).
 inline void tick() {
     if (__builtin_expect(++ticks % 1024 == 0, 0)) yield();
 }
@@ -56,7 +59,7 @@ inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 namespace emu {
-// A pointer that an instruction wants aligned to the size of what it moves.
+// A pointer for an instruction that wants it aligned to the size of what it moves. Fails if it is not.
 template <class T, class P>
 inline T* aligned(P* p) {
     if (__builtin_expect(reinterpret_cast<uintptr_t>(p) % sizeof(T) != 0, 0)) fail("a misaligned address");
@@ -133,42 +136,42 @@ inline void __threadfence_block() {}
 inline void __nanosleep(uint32_t) { emu::yield(); }
 
 template <class T, class V, class F>
-inline T atomically(T* p, V, F change) {
+inline T change_word(T* p, V, F change) {
     const T before = *emu::aligned<T>(p);
     *p = change(before);
     return before;
 }
 template <class T, class V>
 inline T atomicAdd(T* p, V v) {
-    return atomically(p, v, [=](T x) { return T(x + T(v)); });
+    return change_word(p, v, [=](T x) { return T(x + T(v)); });
 }
 template <class T, class V>
 inline T atomicSub(T* p, V v) {
-    return atomically(p, v, [=](T x) { return T(x - T(v)); });
+    return change_word(p, v, [=](T x) { return T(x - T(v)); });
 }
 template <class T, class V>
 inline T atomicMax(T* p, V v) {
-    return atomically(p, v, [=](T x) { return x < T(v) ? T(v) : x; });
+    return change_word(p, v, [=](T x) { return x < T(v) ? T(v) : x; });
 }
 template <class T, class V>
 inline T atomicMin(T* p, V v) {
-    return atomically(p, v, [=](T x) { return T(v) < x ? T(v) : x; });
+    return change_word(p, v, [=](T x) { return T(v) < x ? T(v) : x; });
 }
 template <class T, class V>
 inline T atomicOr(T* p, V v) {
-    return atomically(p, v, [=](T x) { return T(x | T(v)); });
+    return change_word(p, v, [=](T x) { return T(x | T(v)); });
 }
 template <class T, class V>
 inline T atomicAnd(T* p, V v) {
-    return atomically(p, v, [=](T x) { return T(x & T(v)); });
+    return change_word(p, v, [=](T x) { return T(x & T(v)); });
 }
 template <class T, class V>
 inline T atomicExch(T* p, V v) {
-    return atomically(p, v, [=](T) { return T(v); });
+    return change_word(p, v, [=](T) { return T(v); });
 }
 template <class T, class C, class V>
 inline T atomicCAS(T* p, C compare, V v) {
-    return atomically(p, v, [=](T x) { return x == T(compare) ? T(v) : x; });
+    return change_word(p, v, [=](T x) { return x == T(compare) ? T(v) : x; });
 }
 
 // --- warps and CTAs ---
@@ -180,9 +183,9 @@ inline void __syncwarp(uint32_t mask = ~0u) { emu::exchange(0, mask); }
 inline uint32_t __activemask() { return 1u << emu::lane(); }
 
 namespace emu {
-// What the lane `from` passes; that of a lane outside of `mask` is not defined.
+// What lane `from` passes. Where `mask` leaves that lane out, the result is not defined: here it is a poison word.
 template <class T>
-inline T taken(uint32_t mask, T mine, int from) {
+inline T number_of_lane(uint32_t mask, T mine, int from) {
     uint64_t number = 0;
     memcpy(&number, &mine, sizeof(T));
     const uint64_t* numbers = exchange(number, mask);
@@ -191,9 +194,9 @@ inline T taken(uint32_t mask, T mine, int from) {
     return mine;
 }
 
-// All lanes' numbers as one.
+// The numbers of the lanes of `mask`, reduced to one.
 template <class T, class F>
-inline T folded(uint32_t mask, T mine, F fold) {
+inline T reduce_lanes(uint32_t mask, T mine, F fold) {
     const uint64_t* numbers = exchange(uint64_t(mine), mask);
     int i = __builtin_ctz(mask);
     T sum = T(numbers[i]);
@@ -205,39 +208,40 @@ inline T folded(uint32_t mask, T mine, F fold) {
 
 template <class T>
 inline T __shfl_sync(uint32_t mask, T mine, int from, int width = 32) {
-    return emu::taken(mask, mine, (emu::lane() & ~(width - 1)) | (from & (width - 1)));
+    return emu::number_of_lane(mask, mine, (emu::lane() & ~(width - 1)) | (from & (width - 1)));
 }
 template <class T>
 inline T __shfl_xor_sync(uint32_t mask, T mine, int by, int width = 32) {
     const int from = emu::lane() ^ by;
-    return emu::taken(mask, mine, from / width > emu::lane() / width ? emu::lane() : from);
+    return emu::number_of_lane(mask, mine, from / width > emu::lane() / width ? emu::lane() : from);
 }
 template <class T>
 inline T __shfl_up_sync(uint32_t mask, T mine, uint32_t by, int width = 32) {
-    return emu::taken(mask, mine, emu::lane() % width < int(by) ? emu::lane() : emu::lane() - int(by));
+    return emu::number_of_lane(mask, mine, emu::lane() % width < int(by) ? emu::lane() : emu::lane() - int(by));
 }
 template <class T>
 inline T __shfl_down_sync(uint32_t mask, T mine, uint32_t by, int width = 32) {
-    return emu::taken(mask, mine, emu::lane() % width + int(by) >= width ? emu::lane() : emu::lane() + int(by));
+    return emu::number_of_lane(mask, mine,
+                               emu::lane() % width + int(by) >= width ? emu::lane() : emu::lane() + int(by));
 }
 inline uint32_t __ballot_sync(uint32_t mask, int mine) {
-    return emu::folded(mask, uint32_t(mine != 0) << emu::lane(), [](uint32_t a, uint32_t b) { return a | b; });
+    return emu::reduce_lanes(mask, uint32_t(mine != 0) << emu::lane(), [](uint32_t a, uint32_t b) { return a | b; });
 }
 inline int __any_sync(uint32_t mask, int mine) { return __ballot_sync(mask, mine) != 0; }
 inline int __all_sync(uint32_t mask, int mine) { return __ballot_sync(mask, mine) == mask; }
 template <class T>
 inline T __reduce_add_sync(uint32_t mask, T mine) {
-    return emu::folded(mask, mine, [](T a, T b) { return T(uint32_t(a) + uint32_t(b)); });
+    return emu::reduce_lanes(mask, mine, [](T a, T b) { return T(uint32_t(a) + uint32_t(b)); });
 }
 template <class T>
 inline T __reduce_max_sync(uint32_t mask, T mine) {
-    return emu::folded(mask, mine, [](T a, T b) { return a < b ? b : a; });
+    return emu::reduce_lanes(mask, mine, [](T a, T b) { return a < b ? b : a; });
 }
 template <class T>
 inline T __reduce_min_sync(uint32_t mask, T mine) {
-    return emu::folded(mask, mine, [](T a, T b) { return b < a ? b : a; });
+    return emu::reduce_lanes(mask, mine, [](T a, T b) { return b < a ? b : a; });
 }
 template <class T>
 inline T __reduce_or_sync(uint32_t mask, T mine) {
-    return emu::folded(mask, mine, [](T a, T b) { return a | b; });
+    return emu::reduce_lanes(mask, mine, [](T a, T b) { return a | b; });
 }

@@ -1,7 +1,13 @@
-// Which ordinary stores to shared memory a warp may read: those of another warp that a barrier orders before the load, and
-// wgmma those that a fence.proxy.async, too, orders before it. Bulk copies come to where all loads and stores before are
-// ordered so. The fence may be one of any thread on the way. So warps keep clocks, and pass on what they know where they
-// meet. Errors show whatever the order of the run.
+// Which accesses to shared memory are ordered before which. The machine reports an access that nothing orders, even
+// where this run happened to do things in the right order:
+//
+//   a load          of what another warp stored: a barrier must order the store before it
+//   wgmma           of what was stored: a barrier and a fence.proxy.async must; any thread between may have fenced
+//   a bulk copy     to where a warp loaded or stored: the same
+//
+// Each warp has a clock, which goes on at each barrier at which it arrives, and at each fence. A warp knows up to
+// which time of each other warp's clock accesses are ordered before what it does next. At a barrier warps pass on what
+// they know.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -9,11 +15,11 @@
 namespace emu {
 constexpr int MAX_WARPS = 32;
 
-// What is ordered before what a warp does next: of each warp of the CTA, loads and stores up to this time of its own
+// What is ordered before what a warp does next: of each warp of the CTA, the loads and stores up to this time of its
 // clock.
 struct Known {
     uint32_t stored[MAX_WARPS] = {};
-    uint32_t fenced[MAX_WARPS] = {};  // of these wgmma may read, and to them bulk copies may come
+    uint32_t fenced[MAX_WARPS] = {};  // the same with a fence.proxy.async behind them: for wgmma and bulk copies
 
     void join(const Known& other) {
         for (int i = 0; i < MAX_WARPS; ++i) {
@@ -23,13 +29,14 @@ struct Known {
     }
 };
 
-// The last ordinary store to 4 bytes of shared memory. Time 0: none, or a bulk copy came after it.
+// The last ordinary store to 4 bytes of shared memory. Time 0: there is none, or a bulk copy came after it.
 struct LastStore {
     int warp;
     uint32_t time;
 };
 
-// When each warp last loaded from 16 bytes of shared memory, or stored to them. Time 0: not since a bulk copy came.
+// When each warp last loaded from, or stored to, 16 bytes of shared memory. Time 0: not since the last bulk copy to
+// them.
 struct LastAccess {
     uint32_t time[MAX_WARPS] = {};
 };

@@ -1,7 +1,7 @@
-// A kernel as a shared library. emulator.py names it: -DKERNEL=<name> -DKERNEL_FILE="<file with its text>".
+// A kernel as a shared library. emulator.py passes -DKERNEL=<name> -DKERNEL_FILE="<file with its text>".
 #include "cuda.h"
 
-// The array that a kernel declares as `extern __shared__`, under either name that kernels give it: 227 KB, the most that
+// The array that kernels declare as `extern __shared__`, under both names that they use. It has 227 KB, the most that
 // a CTA may have.
 asm(".pushsection .bss\n"
     ".balign 1024\n"

@@ -17,7 +17,7 @@
 
 // --- fibers -------------------------------------------------------------------------------------------------------
 
-// Stores where this stack stands to *from and goes on with the stack `to`.
+// Saves this fiber's stack pointer in *from, and continues the fiber whose stack pointer is `to`.
 extern "C" void emu_switch(void** from, void* to);
 extern "C" void emu_begin();
 
@@ -42,7 +42,8 @@ emu_switch:
     popq %rbp
     ret
 )");
-// Words of a new fiber's stack: behind the six that emu_switch pops, where it returns to; two more keep it aligned.
+// The words on a new fiber's stack: the six that emu_switch pops, the address that it returns to, and one for
+// alignment.
 constexpr int RETURN_AT = 6, FRAME = 8;
 #else
 #error "the emulator switches stacks on x86-64"
@@ -56,10 +57,10 @@ int threads_of_cta;
 
 namespace {
 constexpr size_t STACK_BYTES = 256 << 10;
-constexpr int MAX_IDLE = 20 << 20;                          // polls without anything else
+constexpr int MAX_IDLE = 20 << 20;                          // polls in a row while nothing else happens
 constexpr uint32_t LIVE = 0x5a000000, NO_BYTES = 0x800000;  // in an mbarrier's second word
 
-// A copy of a kernel's library, for a CTA at a time.
+// A copy of a kernel's library, which one CTA at a time uses.
 struct Image {
     void* handle = nullptr;
     void (*body)(const void*) = nullptr;
@@ -78,13 +79,13 @@ struct Run {
     const void* params;
     uint32_t clusters, cluster_size, started;
     size_t most_alive;           // CTAs
-    std::vector<Thread*> order;  // those that run, warp by warp
-    std::vector<Cta*> ctas;      // those that run
-    size_t at;                   // in order, of the current one
+    std::vector<Thread*> order;  // of the CTAs that run, warp by warp, in the order of their turns
+    std::vector<Cta*> ctas;      // that run
+    size_t at;                   // the current thread's index in `order`
     long idle;                   // polls since something else happened
     bool copies;                 // some may be under way
     std::string error;
-    uint64_t products;  // that threads took part in
+    uint64_t products;  // calls of count_product
 } run;
 
 void* scheduler_stack;
@@ -92,21 +93,21 @@ std::mt19937 numbers;
 std::vector<char*> free_stacks;
 std::vector<int> free_images;
 
-void go_on();
+void switch_thread();
 
-bool runs(const Thread& t) { return t.word == nullptr || (*t.word & t.mask) != t.value; }
+bool can_run(const Thread& t) { return t.word == nullptr || (*t.word & t.mask) != t.value; }
 
 // The current thread waits while (*word & mask) == value.
 void wait_while(const uint32_t* word, uint32_t mask, uint32_t value, const char* what) {
     Thread& me = *current;
     while ((*word & mask) == value) {
         me.word = word, me.mask = mask, me.value = value, me.waits_for = what;
-        go_on();
+        switch_thread();
         me.word = nullptr;
     }
 }
 
-char* new_stack() {
+char* take_stack() {
     if (!free_stacks.empty()) {
         char* stack = free_stacks.back();
         free_stacks.pop_back();
@@ -118,8 +119,8 @@ char* new_stack() {
     return static_cast<char*>(memory);
 }
 
-// Back to emu_run, for good.
-void leave() {
+// Returns to emu_run. The current fiber does not run again.
+void leave_fibers() {
     void* nowhere;
     emu_switch(&nowhere, scheduler_stack);
     abort();
@@ -127,14 +128,15 @@ void leave() {
 
 LastStore& last_store(const char* at) { return current->cta->stores[(at - current->cta->base) / 4]; }
 
-// Those of the 16 bytes at `at`.
+// The last accesses to the 16 bytes that `at` lies in.
 LastAccess& last_access(const char* at) { return current->cta->accesses[(at - current->cta->base) / 16]; }
 
-// What is known to the current warp; and, when it arrives at a barrier, to those that wait there.
-Known& mine() { return current->cta->known[current->index / 32]; }
-void pass_on(Known& to) {
-    to.join(mine());
-    ++mine().stored[current->index / 32];  // what it loads and stores from now on is not known there
+// What is known to the current warp.
+Known& known_to_warp() { return current->cta->known[current->index / 32]; }
+// The current warp arrives at a barrier: what it knows is from now on known to those that wait there.
+void publish_to(Known& to) {
+    to.join(known_to_warp());
+    ++known_to_warp().stored[current->index / 32];  // what it loads and stores from now on is not known there
 }
 
 // --- asynchronous copies ---
@@ -149,8 +151,9 @@ void finish(const Copy& copy) {
     }
 }
 
-// One of the thread's that are under way, in any order, but an arrival only behind the copies before it.
-void finish_one_of(Thread& t) {
+// Finishes one of the thread's copies that are under way, drawn by the seed. An arrival comes behind all copies before
+// it.
+void finish_one_copy_of(Thread& t) {
     size_t i = 0;
     if (!t.copies[0].arrives) {
         size_t n = 0;
@@ -162,7 +165,7 @@ void finish_one_of(Thread& t) {
     finish(copy);
 }
 
-// Ends the phase of an mbarrier if nothing is missing.
+// Ends the phase of an mbarrier if no arrivals and no bytes are missing.
 void end_phase(uint32_t* words) {
     if ((words[0] >> 1 & 0x7fff) != 0 || words[1] != (LIVE | NO_BYTES)) return;
     words[0] ^= 1;
@@ -170,6 +173,7 @@ void end_phase(uint32_t* words) {
     run.idle = 0;
 }
 
+// The two words of an mbarrier.
 uint32_t* words_of(uint32_t barrier) {
     if (barrier % 8) fail("a misaligned mbarrier");
     uint32_t* words = reinterpret_cast<uint32_t*>(shared(barrier));
@@ -177,6 +181,7 @@ uint32_t* words_of(uint32_t barrier) {
     return words;
 }
 
+// Finishes bulk copy number i of the CTA.
 void finish_bulk(Cta& cta, size_t i) {
     const Copy copy = cta.bulk[i];
     cta.bulk.erase(cta.bulk.begin() + i);
@@ -188,8 +193,9 @@ void finish_bulk(Cta& cta, size_t i) {
     end_phase(words);
 }
 
-// Finishes some of the copies that are under way; false: there are none. Whose copy it is, finish() knows from `current`.
-bool finish_any() {
+// Finishes some of the copies that are under way. Returns false if there are none. finish() works for the thread
+// `current`, so this is set to the owner of each copy for a while.
+bool finish_some_copies() {
     Thread* me = current;
     std::vector<Thread*> owners;
     std::vector<Cta*> bulk;
@@ -208,7 +214,7 @@ bool finish_any() {
         if (i < owners.size()) {
             current = owners[i];
             for (size_t left = draw(current->copies.size() + 1); current->copies.size() > left;)
-                finish_one_of(*current);
+                finish_one_copy_of(*current);
         } else {
             Cta* cta = bulk[i - owners.size()];
             current = cta->threads[0];
@@ -221,11 +227,12 @@ bool finish_any() {
 
 // --- scheduler ---
 
-// Copies that no one waited for are done when a CTA ends.
-void finish_all_of(const Cta& cta) {
+// At the end of a CTA: finishes the copies that nothing waited for, and looks whether the kernel wrote behind its
+// shared memory.
+void finish_copies_of(const Cta& cta) {
     for (Thread* t : cta.threads) {
         current = t;
-        while (!t->copies.empty()) finish_one_of(*t);
+        while (!t->copies.empty()) finish_one_copy_of(*t);
     }
     while (!cta.bulk.empty()) finish_bulk(*current->cta, 0);
     const size_t words = (cta.beyond_end - cta.beyond) / 4;
@@ -241,22 +248,22 @@ void end_turn(Barrier& b) {
     run.idle = 0;
 }
 
-// The life of a thread.
+// What a fiber runs: the kernel, then the end of its thread.
 void begin_thread() {
     run.kernel->images[current->cta->image].body(run.params);
     Thread& me = *current;
     me.done = true;
     --me.cta->alive;
-    Barrier& zero = me.cta->barriers[0];  // threads that returned are not waited for
+    Barrier& zero = me.cta->barriers[0];  // __syncthreads does not wait for threads that returned
     if (zero.arrived > 0 && zero.arrived == me.cta->alive) end_turn(zero);
     run.idle = 0;
     for (const Cta* cta : *me.cta->cluster)
-        if (cta->alive > 0) go_on();  // for good, as it is done
-    for (const Cta* cta : *me.cta->cluster) finish_all_of(*cta);
-    leave();  // and the cluster ends
+        if (cta->alive > 0) switch_thread();  // does not return, as the thread is done
+    for (const Cta* cta : *me.cta->cluster) finish_copies_of(*cta);
+    leave_fibers();  // emu_run ends the cluster
 }
 
-// Another order of the warps.
+// Draws another order of the warps.
 void shuffle_warps() {
     const size_t warps = run.order.size() / 32;
     for (size_t i = warps; i > 1; --i) {
@@ -267,7 +274,8 @@ void shuffle_warps() {
     }
 }
 
-// Fills a CTA's shared memory with one word: no number in particular, NaN, two NaN or two ones in bfloat16.
+// Fills a CTA's shared memory with one of four words, drawn by the seed: a number of no meaning, NaN in float32, two
+// NaN in bfloat16, or two ones in bfloat16.
 void poison(Cta& cta) {
     const uint32_t word[] = {0xcdcdcdcd, 0xffffffff, 0x7fc07fc0, 0x3f803f80};
     cta.poison = word[draw(4)];
@@ -275,8 +283,8 @@ void poison(Cta& cta) {
     for (char* p = cta.base + (cta.start - cta.base + 3) / 4 * 4; p < cta.end; p += 4) memcpy(p, &cta.poison, 4);
 }
 
-// The number of a copy of the kernel's library that no CTA uses.
-int new_image() {
+// The number of a copy of the kernel's library that no CTA uses: a free one, or a new one.
+int take_image() {
     if (!free_images.empty()) {
         const int i = free_images.back();
         free_images.pop_back();
@@ -313,7 +321,7 @@ void start_cluster() {
     for (uint32_t rank = 0; rank < run.cluster_size; ++rank) {
         const uint32_t i = number * run.cluster_size + rank;
         Cta* cta = new Cta{};
-        cta->image = new_image();
+        cta->image = take_image();
         const SharedMemory& memory = run.kernel->images[cta->image].memory;
         cta->start = memory.begin;
         cta->end = memory.end;
@@ -337,8 +345,8 @@ void start_cluster() {
             thread->index = t;
             thread->cta = cta;
             thread->wgmmas = new WgmmaQueue;
-            thread->stack = new_stack();
-            // Tops of stacks lie at other lines of the caches.
+            thread->stack = take_stack();
+            // Staggered, so that not all threads' stacks compete for the same cache lines.
             char* top = thread->stack + STACK_BYTES - 4096 - (t * 17 % 64) * 64;
             void** frame = reinterpret_cast<void**>(top) - FRAME;
             frame[RETURN_AT] = reinterpret_cast<void*>(&begin_thread);
@@ -366,7 +374,7 @@ void end_cta(Cta* cta) {
     delete cta;
 }
 
-// End the clusters whose threads have all returned, or all.
+// Ends the clusters whose threads have all returned, or with `all` every cluster.
 void end_clusters(bool all = false) {
     std::vector<Cta*> left, ended;
     for (size_t i = 0; i < run.ctas.size(); i += run.cluster_size) {
@@ -384,8 +392,8 @@ void end_clusters(bool all = false) {
     for (Cta* cta : ended) end_cta(cta);
 }
 
-// Which threads wait where, for messages.
-std::string where() {
+// Which threads wait for what, for error messages.
+std::string list_waiters() {
     std::string text;
     char line[200];
     for (Cta* cta : run.ctas) {
@@ -414,10 +422,11 @@ std::string where() {
     return text;
 }
 
-// The next thread that can run. Those that poll come last, then copies are finished, then further CTAs start; null: there
-// is nothing left to do, and run.error says so.
+// The next thread to run: the first in turn that does not wait and does not poll. Where there is none: some copies are
+// finished. Where there are none: the first thread that polls. Where threads poll in vain or there are none: the next
+// cluster starts. Returns null if nothing is left to do; run.error then says why.
 Thread* next_thread() {
-    if (run.copies && draw(256) == 0) finish_any();
+    if (run.copies && draw(256) == 0) finish_some_copies();
     if (draw(512) == 0) shuffle_warps();
     for (;;) {
         const size_t n = run.order.size();
@@ -427,7 +436,7 @@ Thread* next_thread() {
             if (++i >= n) i = 0;
             Thread* t = run.order[i];
             if (t->done) continue;
-            if (!runs(*t)) continue;
+            if (!can_run(*t)) continue;
             if (t->polls) {
                 if (!poller) poller = t, of_poller = i;
                 continue;
@@ -435,7 +444,7 @@ Thread* next_thread() {
             run.at = i;
             return t;
         }
-        if (run.copies && finish_any()) continue;
+        if (run.copies && finish_some_copies()) continue;
         const bool more = run.started < run.clusters && run.ctas.size() + run.cluster_size <= run.most_alive;
         if (poller && ++run.idle < (more ? 2000 : MAX_IDLE)) {
             run.at = of_poller;
@@ -443,15 +452,15 @@ Thread* next_thread() {
         }
         run.idle = 0;
         if (!more) {
-            run.error = (poller ? "no end of polling:" : "deadlock:") + where();
+            run.error = (poller ? "no end of polling:" : "deadlock:") + list_waiters();
             return nullptr;
         }
         start_cluster();
     }
 }
 
-// The current thread waits, others go on.
-void go_on() {
+// Lets the next thread run. Returns when it is the current thread's turn again.
+void switch_thread() {
     Thread* me = current;
     Thread* to = next_thread();
     if (to == me) return;
@@ -467,7 +476,7 @@ uint32_t draw(uint32_t n) { return n < 2 ? 0 : numbers() % n; }
 
 void yield() {
     current->polls = true;
-    go_on();
+    switch_thread();
     current->polls = false;
 }
 
@@ -476,34 +485,35 @@ void fail(const char* message) {
     snprintf(line, sizeof(line), "%s (CTA %u %u %u, thread %d)", message, current->cta->block.x, current->cta->block.y,
              current->cta->block.z, current->index);
     run.error = line;
-    leave();
+    leave_fibers();
     abort();
 }
 
 // --- stores and wgmma ---------------------------------------------------------------------------------------------
 
-// The current warp loads from these bytes, or stores to them.
+// Notes that the current warp loads from these bytes, or stores to them.
 static void access(const char* at, int bytes) {
     const int warp = current->index / 32;
-    for (const char* p = at; p < at + bytes; p += 16) last_access(p).time[warp] = mine().stored[warp];
+    for (const char* p = at; p < at + bytes; p += 16) last_access(p).time[warp] = known_to_warp().stored[warp];
 }
 
 char* stored(uint32_t address, int bytes) {
     char* at = shared(address);
     const int warp = current->index / 32;
     access(at, bytes);
-    for (int i = 0; i < bytes; i += 4) last_store(at + i) = {warp, mine().stored[warp]};
+    for (int i = 0; i < bytes; i += 4) last_store(at + i) = {warp, known_to_warp().stored[warp]};
     return at;
 }
 
 char* loaded(uint32_t address, int bytes) {
     char* at = shared(address);
-    if (address >> 24) return at;  // of another CTA, whose clocks are its own
+    if (address >> 24) return at;  // of another CTA: its warps have clocks that this one does not know
     access(at, bytes);
     for (int i = 0; i < bytes; i += 4) {
         const LastStore& last = last_store(at + i);
         const bool other = last.warp != current->index / 32;
-        if (other && last.time > mine().stored[last.warp]) fail("a load that no barrier orders after the store");
+        if (other && last.time > known_to_warp().stored[last.warp])
+            fail("a load that no barrier orders after the store");
     }
     return at;
 }
@@ -512,13 +522,13 @@ const char* loaded_by_wgmma(uint32_t address) {
     const char* at = shared(address);
     for (int i = 0; i < 16; i += 4) {
         const LastStore& last = last_store(at + i);
-        if (last.time > mine().fenced[last.warp]) fail("wgmma reads what has not passed a fence.proxy.async");
+        if (last.time > known_to_warp().fenced[last.warp]) fail("wgmma reads what has not passed a fence.proxy.async");
     }
     return at;
 }
 
 void fence_proxy_async() {
-    Known& known = mine();
+    Known& known = known_to_warp();
     std::copy(known.stored, known.stored + MAX_WARPS, known.fenced);
     ++known.stored[current->index / 32];
 }
@@ -566,7 +576,7 @@ Barrier& arrive(int id, int threads, bool value) {
     b.expected = threads;
     b.any |= value;
     b.all &= value;
-    pass_on(b.known);
+    publish_to(b.known);
     if (++b.arrived >= threads) end_turn(b);
     return b;
 }
@@ -581,25 +591,26 @@ Barrier& barrier_sync(int id, int threads, bool value) {
     const uint32_t turn = current->cta->barriers[id & 15].turn;
     Barrier& b = arrive(id, threads, value);
     wait_while(&b.turn, ~0u, turn, BARRIERS[id]);
-    mine().join(b.known);
+    known_to_warp().join(b.known);
     return b;
 }
 
 void cluster_arrive() {
     Cta::ClusterBarrier& b = *current->cta->cluster_barrier;
     current->cluster_turn = b.turn;
-    pass_on(current->cta->at_cluster_barrier);
+    publish_to(current->cta->at_cluster_barrier);
     if (++b.arrived == threads_of_cta * int(current->cta->cluster->size())) b.arrived = 0, ++b.turn;
 }
 void cluster_wait() {
     wait_while(&current->cta->cluster_barrier->turn, ~0u, current->cluster_turn, "its cluster");
-    mine().join(current->cta->at_cluster_barrier);
+    known_to_warp().join(current->cta->at_cluster_barrier);
 }
 
 // --- mbarriers ----------------------------------------------------------------------------------------------------
 
-// Word 0: bit 0 the phase's parity, 15 bits of arrivals that are missing, 16 bits of arrivals of a phase. Word 1: bytes
-// that are missing + NO_BYTES, and LIVE.
+// An mbarrier's two words:
+//   0   bit 0: the phase's parity; bits 1 .. 15: arrivals that are missing; bits 16 .. 31: arrivals that a phase needs
+//   1   LIVE, plus NO_BYTES, plus the bytes that are missing (or minus, where they came before they were expected)
 void mbarrier_init(uint32_t barrier, int arrivals) {
     if (barrier % 8 || arrivals < 1 || arrivals > 0x7fff) fail("mbarrier.init: address or count");
     uint32_t* words = reinterpret_cast<uint32_t*>(shared(barrier));
@@ -612,21 +623,21 @@ void mbarrier_arrive(uint32_t barrier, int expected_bytes) {
     if ((words[0] >> 1 & 0x7fff) == 0) fail("more arrivals at an mbarrier than its count");
     words[1] += expected_bytes;
     words[0] -= 2;
-    pass_on(current->cta->at_mbarrier[barrier]);
+    publish_to(current->cta->at_mbarrier[barrier]);
     end_phase(words);
 }
 
 bool mbarrier_done(uint32_t barrier, uint32_t parity) {
     yield();
     const bool done = (*words_of(barrier) & 1) != (parity & 1);
-    if (done) mine().join(current->cta->at_mbarrier[barrier]);
+    if (done) known_to_warp().join(current->cta->at_mbarrier[barrier]);
     return done;
 }
 
 void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     if (parity > 1) fail("an mbarrier's parity is 0 or 1");
     wait_while(words_of(barrier), 1, parity, "an mbarrier");
-    mine().join(current->cta->at_mbarrier[barrier]);
+    known_to_warp().join(current->cta->at_mbarrier[barrier]);
 }
 
 // --- asynchronous copies ------------------------------------------------------------------------------------------
@@ -656,7 +667,7 @@ void copy_wait(int newest_groups) {
 }
 
 void copy_wait_all() {
-    while (!current->copies.empty()) finish_one_of(*current);
+    while (!current->copies.empty()) finish_one_copy_of(*current);
 }
 
 void arrive_after_copies(uint32_t barrier) {
@@ -677,7 +688,7 @@ void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     for (int i = 0; i < bytes; i += 16) {
         LastAccess& last = last_access(shared(to + i));
         for (int warp = 0; warp < MAX_WARPS; ++warp)
-            if (last.time[warp] > mine().fenced[warp])
+            if (last.time[warp] > known_to_warp().fenced[warp])
                 fail("a bulk copy to what was read or written, without a fence.proxy.async in between");
         last = {};
     }
@@ -692,26 +703,26 @@ void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
 
 using namespace emu;
 
-// A kernel's library; its numbers of threads and of bytes of shared memory.
+// Loads a kernel's library, and reads its numbers of threads and of bytes of shared memory from it.
 extern "C" void* emu_load(const char* path, int* threads, int* shared_bytes) {
     auto* kernel = new emu::Kernel;
     kernel->path = path;
     run.kernel = kernel;
     free_images.clear();
-    new_image();
+    take_image();
     *threads = kernel->threads;
     *shared_bytes = kernel->shared_bytes;
     return kernel;
 }
 
-// A kernel that reads or writes where nothing is ends its run, not the process.
+// A kernel that accesses memory that is not there ends its run, not the process.
 static void on_fault(int, siginfo_t* info, void*) {
     static char message[64];
     snprintf(message, sizeof(message), "a fault at address %p", info->si_addr);
     fail(message);
 }
 
-// Faults are this run's while it lasts.
+// Handles faults by on_fault while this object lives.
 struct Faults {
     struct sigaction before[2];
     Faults() {
@@ -731,7 +742,7 @@ struct Faults {
     }
 };
 
-// Launch it and wait; null, or what went wrong. At most `most_alive` CTAs run at a time.
+// Launches a kernel and waits for it. Returns null, or what went wrong. At most `most_alive` CTAs run at a time.
 extern "C" const char* emu_run(void* handle, const uint32_t* dims, uint32_t cluster, const void* params,
                                int most_alive, uint32_t seed) {
     auto* kernel = static_cast<emu::Kernel*>(handle);
@@ -762,5 +773,5 @@ extern "C" const char* emu_run(void* handle, const uint32_t* dims, uint32_t clus
     return error.empty() ? nullptr : error.c_str();
 }
 
-// The instructions of the last launch that multiplied matrices, those of all warps.
+// How many instructions of the last launch multiplied matrices, over all its warps.
 extern "C" uint64_t emu_products() { return emu::run.products / 32; }

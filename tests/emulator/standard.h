@@ -1,5 +1,5 @@
-// The standard library's headers that a kernel's compilation reads, together, so that emulator.py can have them compiled
-// ahead: reading them takes as long as compiling a small kernel. Files include what they need themselves.
+// The headers of the standard library that kernels' compilations read. emulator.py compiles them once, ahead of
+// kernels: to read them takes as long as to compile a small kernel. Every file still includes what it needs.
 #pragma once
 #include <algorithm>
 #include <cmath>

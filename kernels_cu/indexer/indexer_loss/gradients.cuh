@@ -1,8 +1,8 @@
-// Of indexer_loss: what dI, the derivative by the scores, makes of queries, weights and keys.
+// How indexer_loss computes gradients from dI, the derivative by the scores.
 //
-//   tile   TILE_KEYS keys with their dI and bits, two in turn
-//   U += (bits * dI)^T.K         a warp has 16 heads x COLUMNS columns; A operands are made of bits
-//   C  = dI * (bits.(w * Q))     a warp has 16 keys x 64 columns; written as bf16
+//   tile   TILE_KEYS keys with their dI and bits, in one of two places of shared memory
+//   U += (bits * dI)^T.K         a warp has 16 heads x COLUMNS columns; A operands are dI, masked by bits
+//   C  = dI * (bits.(w * Q))     a warp has 16 keys x 64 columns; A operands are bits as 1 and 0; stored as bfloat16
 //   dq = w * U,  dw = sum over columns of q * U
 #pragma once
 #include "indexer/indexer_loss/plan.cuh"
@@ -11,6 +11,7 @@
 #include "ptx/mma_sync.cuh"
 #include "tile/contributions.cuh"
 
+// Replaces Q by w * Q in shared memory.
 __device__ __forceinline__ void weigh_queries() {
     for (int item = threadIdx.x; item < HEADS * CHUNKS; item += THREADS) {
         const int head = item / CHUNKS;
@@ -22,8 +23,8 @@ __device__ __forceinline__ void weigh_queries() {
     }
 }
 
-// Start to copy a tile: keys, dI and bits.
-__device__ __forceinline__ void bring_tile(const IndexerLossParams& p, const Token& token, int tile) {
+// Starts the copies of a tile's keys, dI and bits.
+__device__ __forceinline__ void start_tile_copies(const IndexerLossParams& p, const Token& token, int tile) {
     const int first = tile * TILE_KEYS;
 #pragma unroll
     for (int item = threadIdx.x; item < TILE_KEYS * CHUNKS; item += THREADS) {
@@ -46,23 +47,24 @@ __device__ __forceinline__ void bring_tile(const IndexerLossParams& p, const Tok
     cp_async_commit();
 }
 
-// Of 16 keys of the tile and 8 heads.
+// The bits of 16 keys of the tile and 8 heads.
 __device__ __forceinline__ Vec16 bits_of(int tile, int keys, int heads) {
     return load_shared_16(tile_at(tile) + BITS_AT + (keys * N_TILES + heads) * 16);
 }
 
-// A bit of two words as two bfloat16, 1 or 0; two bits of a word as a mask of two halves.
-__device__ __forceinline__ uint32_t ones_of(uint32_t first, uint32_t second, int bit) {
+// The same bit of two words as two bfloat16, each 1 or 0.
+__device__ __forceinline__ uint32_t ones_of_bits(uint32_t first, uint32_t second, int bit) {
     return (first >> bit & 1) * 0x3f80u | (second >> bit & 1) * 0x3f800000u;
 }
-__device__ __forceinline__ uint32_t halves_of(uint32_t word, int low, int high) {
+// Two bits of a word as a mask of two bfloat16.
+__device__ __forceinline__ uint32_t mask_of_bits(uint32_t word, int low, int high) {
     return (word >> low & 1) * 0xffffu | (word >> high & 1) * 0xffff0000u;
 }
 
-using OfHeads = float[COLUMNS / 8][4];
+using HeadGradients = float[COLUMNS / 8][4];  // a warp's part of U
 
 // U += (bits * dI)^T.K
-__device__ __forceinline__ void multiply_heads(int tile, OfHeads& u) {
+__device__ __forceinline__ void multiply_heads(int tile, HeadGradients& u) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int heads = warp / COLUMN_GROUPS * 2, column = warp % COLUMN_GROUPS * COLUMNS;
 #pragma unroll
@@ -75,9 +77,9 @@ __device__ __forceinline__ void multiply_heads(int tile, OfHeads& u) {
             const Vec8 low = load_shared_8(at), high = load_shared_8(at + 32);
             const uint32_t d_low = pack_bf16x2(__uint_as_float(low.x), __uint_as_float(low.y));
             const uint32_t d_high = pack_bf16x2(__uint_as_float(high.x), __uint_as_float(high.y));
-            const int bit = 8 * t + g / 2;  // of keys 2 t and, 4 bits on, 2 t + 1
-            a[half] = d_low & halves_of(g % 2 == 0 ? bits.x : bits.y, bit, bit + 4);
-            a[half + 2] = d_high & halves_of(g % 2 == 0 ? bits.z : bits.w, bit, bit + 4);
+            const int bit = 8 * t + g / 2;  // of key 2 t; that of key 2 t + 1 is 4 bits further on
+            a[half] = d_low & mask_of_bits(g % 2 == 0 ? bits.x : bits.y, bit, bit + 4);
+            a[half + 2] = d_high & mask_of_bits(g % 2 == 0 ? bits.z : bits.w, bit, bit + 4);
         }
 #pragma unroll
         for (int j = 0; j < COLUMNS / 8; j += 2) {
@@ -89,7 +91,7 @@ __device__ __forceinline__ void multiply_heads(int tile, OfHeads& u) {
     }
 }
 
-// C of the warp's keys and columns, written where the list has them.
+// C of the warp's keys and columns, stored to the entries' contributions.
 __device__ __forceinline__ void contribute(const IndexerLossParams& p, const Token& token, int tile) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int keys = warp / 2, column = warp % 2 * 64;
@@ -97,8 +99,8 @@ __device__ __forceinline__ void contribute(const IndexerLossParams& p, const Tok
 #pragma unroll 2
     for (int j = 0; j < N_TILES; j += 2) {
         const Vec16 first = bits_of(tile, keys, j), second = bits_of(tile, keys, j + 1);
-        const uint32_t a[4] = {ones_of(first.x, first.y, lane), ones_of(first.z, first.w, lane),
-                               ones_of(second.x, second.y, lane), ones_of(second.z, second.w, lane)};
+        const uint32_t a[4] = {ones_of_bits(first.x, first.y, lane), ones_of_bits(first.z, first.w, lane),
+                               ones_of_bits(second.x, second.y, lane), ones_of_bits(second.z, second.w, lane)};
 #pragma unroll
         for (int n = 0; n < 8; n += 2) {
             uint32_t b[4];
@@ -119,8 +121,9 @@ __device__ __forceinline__ void contribute(const IndexerLossParams& p, const Tok
     }
 }
 
-// dq and dw of U, which is 0 for a token that does not count.
-__device__ __forceinline__ void write_gradients(const IndexerLossParams& p, const Token& token, const OfHeads& u) {
+// Stores dq and dw. U is 0 for a token without keys.
+__device__ __forceinline__ void write_gradients(const IndexerLossParams& p, const Token& token,
+                                                const HeadGradients& u) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int first = warp / COLUMN_GROUPS * 16, column = warp % COLUMN_GROUPS * COLUMNS + 2 * t;
     const bool counts = token.count > 0;

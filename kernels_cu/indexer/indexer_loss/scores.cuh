@@ -1,15 +1,15 @@
-// Of indexer_loss: the score of each entry of the list, and which heads have a part in it.
+// How indexer_loss computes the score of each entry of the list, and the bits z > 0.
 //
-//   warp    32 keys in registers, as A operands; z = K.Q^T, 8 heads at a time
-//   lane    sum of w * relu(z) over its heads; a quad adds up what its lanes have
-//   memory  the score of each entry; one bit a head of it, z > 0
+//   a warp   has 32 keys in registers, as A operands, and computes z = K.Q^T for 8 heads at a time
+//   a lane   sums w * relu(z) over its heads; the four lanes of a quad add up their sums
+//   bits     of 16 keys and 8 heads are four words: bit 4 g + t of word 2 i + k is key 8 i + g, head 2 t + k
 #pragma once
 #include "indexer/indexer_loss/plan.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/mma_sync.cuh"
 
-// Queries and weights; heads that do not exist are zeros.
-__device__ __forceinline__ void bring_heads(const IndexerLossParams& p, const Token& token) {
+// Brings queries, weights and scales to shared memory. Heads that do not exist become zeros.
+__device__ __forceinline__ void load_heads(const IndexerLossParams& p, const Token& token) {
     const bf16* q = p.q + token.index * p.q_token;
     for (int item = threadIdx.x; item < HEADS * CHUNKS; item += THREADS) {
         const int head = item / CHUNKS, chunk = item % CHUNKS;
@@ -23,14 +23,14 @@ __device__ __forceinline__ void bring_heads(const IndexerLossParams& p, const To
     }
 }
 
-// The scores of all entries, and their bits; returns the largest of this thread's.
+// Stores the scores of all entries and their bits. Returns the largest score of this thread.
 __device__ __forceinline__ float find_scores(const IndexerLossParams& p, const Token& token) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int end = ceil_div(token.count, TILE_KEYS) * TILE_KEYS;
     float largest = -INF;
 #pragma unroll 1
     for (int first = KEYS * warp; first < end; first += ROUND) {
-        Vec16 keys[4][PIECES];  // 8 x + g
+        Vec16 keys[4][PIECES];  // [x]: key 8 x + g
 #pragma unroll
         for (int x = 0; x < 4; ++x) {
             const bf16* key = token.key(p, first + 8 * x + g);
@@ -56,7 +56,7 @@ __device__ __forceinline__ float find_scores(const IndexerLossParams& p, const T
             const float w[2] = {scaled(weight(head), head), scaled(weight(head + 1), head + 1)};
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
-                uint32_t words[4];  // [2 i + k]: bit 4 g + t is of key 8 i + g, head 2 t + k
+                uint32_t words[4];  // of bits
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     words[i] = __ballot_sync(~0u, !p.relu || z[m][i] > 0.0f);

@@ -1,4 +1,4 @@
-// Of logits_sm90: what a math warpgroup does, and all that a CTA does.
+// What a math warpgroup of logits_sm90 does, and the kernel.
 #pragma once
 #include "indexer/logits_sm90/results.cuh"
 #include "indexer/logits_sm90/scheduled.cuh"
@@ -6,10 +6,11 @@
 
 // --- math -----------------------------------------------------------------------------------------------------
 
-// x itself, in a form that the compiler keeps in a register instead of computing it anew wherever it is used: the loop
-// over units has few instructions to spare beside its sums. With more pairs there are no registers to keep it in.
+// x itself, but the result of a shuffle: so the compiler keeps it in a register instead of computing it anew wherever
+// it is used. The loop over units has few instructions to spare beside its sums. With more than one pair of queries
+// there are no registers to keep it in.
 template <typename T>
-__device__ __forceinline__ T kept(T x, int lane) {
+__device__ __forceinline__ T kept_in_register(T x, int lane) {
     return PAIRS == 1 ? __shfl_sync(~0u, x, lane) : x;
 }
 
@@ -23,14 +24,14 @@ constexpr int EMPTY_BEHIND_FULL = 8 * STAGES;  // bytes from a stage's barrier i
 
 __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
     Small& sm = small();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, t = kept(lane % 4, lane);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, t = kept_in_register(lane % 4, lane);
     const int my_key = key_of_thread(threadIdx.x);
     const int own_queries = TOGETHER ? warpgroup * QUERIES : 0;
     const uint64_t first_stage = kept_operand(wgmma_operand(stage_rows(0), LINE_GROUP, 16));
     const uint32_t first_full = uniform_kept(shared_address(&sm.full[0]));
-    const uint32_t scales = kept(shared_address(&sm.scales[0][my_key]), lane);
-    Place place = {TOGETHER ? 0 : warpgroup, 0};
-    int ahead = place.stage;  // units before this warpgroup's next one
+    const uint32_t scales = kept_in_register(shared_address(&sm.scales[0][my_key]), lane);
+    RingPlace place = {TOGETHER ? 0 : warpgroup, 0};
+    int ahead = place.stage;  // units of the tile before this warpgroup's next one
     for (int turn = 0;; ++turn) {
         const int buffer = turn % BUFFERS;
         mbarrier_wait(shared_address(&sm.tile_full[buffer]), turn / BUFFERS % 2);
@@ -44,7 +45,7 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
             kept_operand(wgmma_operand(buffer_rows(buffer) + own_queries * HEADS * QUERY_BYTES, LINE_GROUP, 16));
         fence_proxy_async();
 
-        float logits[PAIRS] = {};  // of the unit before
+        float logits[PAIRS] = {};  // of this warpgroup's unit before, not stored yet
 #pragma unroll 1
         while (ahead < units) {
             const uint32_t full = first_full + 8 * place.stage;
@@ -78,8 +79,8 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
                 const float sum = sum_of_lane(sums[i], t);
                 logits[i] = exists ? sum * scale : -INF;
             }
-            place.advance(EVERY);
-            ahead += EVERY;
+            place.advance(UNIT_STEP);
+            ahead += UNIT_STEP;
         }
         results.store(p, logits, ahead, t);
         ahead -= units;
@@ -91,30 +92,30 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
 // --- the kernel -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void run(const LogitsParams& p) {
-    // Beside three math warpgroups and more no CTA of the next launch has room: those of a top-k would all start on
-    // the SMs that are free first. So they start when every CTA has copied its last keys.
+    // Beside a CTA of three math warpgroups or more no CTA of the next launch has room. Those of a top-k would then
+    // all start on the SMs that come free first. So the next launch may start when every CTA has copied its last keys.
     constexpr bool STARTS_NEXT_LATE = WARPGROUPS >= 3 && !TOGETHER;
     if constexpr (!STARTS_NEXT_LATE) let_next_kernel_start();
     if constexpr (!SCHEDULED) init_barriers();
     const int warpgroup = uniform(threadIdx.x / 128);
     Share share = {};
     Scheduled schedule = {};
-    bool by_warp = false;
+    bool warp_finds_share = false;
     if constexpr (SCHEDULED) {
         if (warpgroup == WARPGROUPS || warpgroup == 0) schedule.read(p, threadIdx.x % 32);
         init_barriers();
     } else {
-        by_warp = UNDERWAY == 0 && num_tiles<TILE_QUERIES>(p) <= WARPS_TILES;
-        if (by_warp) __syncthreads();
+        warp_finds_share = UNDERWAY == 0 && num_tiles<TILE_QUERIES>(p) <= MAX_TILES_COUNTED_BY_WARP;
+        if (warp_finds_share) __syncthreads();
         wait_for_earlier_kernels();
-        if (!by_warp) share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);  // synchronizes the CTA
+        if (!warp_finds_share) share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);  // synchronizes the CTA
     }
     if (warpgroup < WARPGROUPS) {
         if constexpr (SCHEDULED) {
             __syncthreads();
             if (warpgroup == 0) fill_first_buffer(p, schedule);
         }
-        if constexpr (FILLS_FIRST) copy_first_queries(p, share, warpgroup);
+        if constexpr (MATH_COPIES_FIRST_QUERIES) copy_first_queries(p, share, warpgroup);
         if constexpr (MOVES_REGISTERS) increase_registers_to<MATH_REGISTERS>();
         compute(p, warpgroup);
         return;
@@ -124,7 +125,7 @@ __device__ __forceinline__ void run(const LogitsParams& p) {
         __syncthreads();
         produce_scheduled(p, schedule);  // which waits for earlier kernels; math warpgroups wait for what it copies
     } else {
-        produce(p, share, by_warp);
+        produce(p, share, warp_finds_share);
     }
     if constexpr (STARTS_NEXT_LATE) let_next_kernel_start();
     if constexpr (COMPACT) {

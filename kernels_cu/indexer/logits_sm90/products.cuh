@@ -1,4 +1,4 @@
-// Of logits_sm90: keys x (queries x heads) of a unit, and the sums over heads.
+// How logits_sm90 multiplies keys x (queries x heads) of a unit, and sums over heads.
 #pragma once
 #include "indexer/logits_sm90/queries.cuh"
 #include "ptx/arithmetic.cuh"
@@ -18,7 +18,7 @@ struct Weights {
     }
 };
 
-// c = keys x (queries x heads), to be waited for.
+// Starts c = keys x (queries x heads). wgmma_wait<0>() waits for it.
 __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], uint64_t keys, uint64_t queries) {
     wgmma_fence();
     wgmma_e4m3<Sum::SET>(c, keys, queries);
@@ -28,7 +28,7 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], uint64_t keys, ui
     wgmma_commit();
 }
 
-// The keys of a unit as A operands, from their codes in a stage.
+// MXFP4: the keys of a unit as A operands, from their codes in a stage.
 struct WidenedKeys {
     uint32_t a[4][4];
     float scale;  // of the key that the lane stores
@@ -61,10 +61,10 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], const WidenedKeys
     wgmma_commit();
 }
 
-// Sums over the lane's heads, of a pair of queries; key g, then g + 8. One query of a pair: the two sums, and the same
-// again. Two queries whose columns take turns: first of query t / 2 its heads in the even eights, then of the other
-// one its heads in the odd eights. Both have the same heads in a lane's sum, in the same order, as one query alone
-// has.
+// A lane's sums over its heads, for each pair of queries: of one query for keys g and g + 8, then of the other one.
+// Where queries are interleaved (QueryHead), lane t has query t / 2 of the pair in the even eights, and the other one
+// in the odd eights. An odd last query stands for both of its pair. A query's heads are summed in the same order in
+// any case.
 constexpr int PAIRS = ceil_div(QUERIES, 2);
 using Sums = float[PAIRS][4];
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ void sum_heads(const float (&c)[ROWS / 2], const Weig
     float of_key[QUERIES][2] = {};
 #pragma unroll
     for (int i = 0; i < ROWS / 8; ++i) {
-        const int q = GROUP == 2 ? i / (HEADS / 4) * 2 + i % 2 : i / (HEADS / 8);
+        const int q = INTERLEAVED == 2 ? i / (HEADS / 4) * 2 + i % 2 : i / (HEADS / 8);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float& sum = of_key[q][j / 2];
@@ -86,9 +86,9 @@ __device__ __forceinline__ void sum_heads(const float (&c)[ROWS / 2], const Weig
     }
 }
 
-// Of a pair: the sum that lane t stores.
+// The sum of a pair that lane t stores, from what the quad's lanes have.
 __device__ __forceinline__ float sum_of_lane(const float (&sums)[4], int t) {
-    if constexpr (GROUP == 1) return quad_sum_of_mine(sums, t);
+    if constexpr (INTERLEAVED == 1) return quad_sum_of_mine(sums, t);
     const float first = sums[0] + __shfl_xor_sync(~0u, sums[2], 2),
                 second = sums[1] + __shfl_xor_sync(~0u, sums[3], 2);
     const bool odd = t % 2 != 0;

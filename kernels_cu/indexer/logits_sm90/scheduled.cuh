@@ -1,12 +1,13 @@
-// Of logits_sm90: what the producer warpgroup does by a schedule (schedule.cuh).
+// What the producer warpgroup of logits_sm90 does by a schedule (schedule.cuh).
 #pragma once
 #include "indexer/logits_sm90/producer.cuh"
 #include "indexer/schedule.cuh"
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
 
-// What the schedule says of this CTA, to each warp that reads it, before the launch before has ended. A schedule of
-// another batch gives wrong logits, but nothing beyond the arrays is touched.
+// The CTA's part of the schedule, a word a lane of each warp that reads it. It is read before the launch before has
+// ended. What it says is checked: a schedule of another batch gives wrong logits, but touches nothing beyond the
+// arrays.
 struct Scheduled {
     int word;
 
@@ -20,12 +21,12 @@ struct Scheduled {
         return exists ? share : Share{0, 0, 0};
     }
 
-    // Of the share's tile number `tile`, which is one of SCHEDULE_REQUESTS.
+    // The keys of the share's tile number `tile`, less than SCHEDULE_REQUESTS.
     __device__ __forceinline__ KeyRange range(const LogitsParams& p, int tile) const {
         return {0, max(0, min(tile == 0 ? of(3) : of(4), p.width))};
     }
 
-    // The block of the share's unit number u, one of SCHEDULE_BLOCKS; the unit begins at `key`.
+    // The block of the share's unit number u, less than SCHEDULE_BLOCKS. The unit begins at `key`.
     __device__ __forceinline__ KeyBlock block(const LogitsParams& p, int u, int key, int end) const {
         const int block = of(SCHEDULE_BLOCKS_AT + u);
         return {key < end ? block : -1, key - divide(key, p.table.block_size) * int(p.table.block_size.value)};
@@ -36,8 +37,8 @@ struct Scheduled {
 };
 static_assert(UNIT == SCHEDULE_UNIT && SCHEDULE_REQUESTS == 2, "");
 
-// By a schedule: fills a buffer with a tile of queries, and tells of it, by the 4 warps of a warpgroup. The last warp
-// reads what the queries see.
+// Fills a buffer with a tile's queries, weights and header, by the 4 warps of a warpgroup. The warp that writes the
+// header also reads which keys each query sees.
 __device__ __forceinline__ void fill_buffer(const LogitsParams& p, const QueryTile& tile, const KeyRange& range,
                                             const Units& taken, int buffer) {
     const int thread = threadIdx.x % 128, warp = uniform(thread / 32), lane = thread % 32;
@@ -48,10 +49,10 @@ __device__ __forceinline__ void fill_buffer(const LogitsParams& p, const QueryTi
                                                   : KeyRange{0, 0};
         write_header(p, tile, range, taken, mine, buffer, lane);
     }
-    tell_of_buffer(buffer, warp, lane);
+    signal_buffer_full(buffer, warp, lane);
 }
 
-// The first tile of a share is filled in by a warpgroup of math, which has nothing else to do yet.
+// A math warpgroup fills the buffer of the share's first tile, while the producer copies keys.
 __device__ __forceinline__ void fill_first_buffer(const LogitsParams& p, const Scheduled& schedule) {
     Share share = schedule.share(p);
     if (share.count <= 0) return;
@@ -62,17 +63,17 @@ __device__ __forceinline__ void fill_first_buffer(const LogitsParams& p, const S
     fill_buffer(p, tile, range, taken, 0);
 }
 
-// `produce` by a schedule. The first of a warp's units is copied before anything else is done.
+// As `produce`, by a schedule. Each warp copies its first unit before it does anything else.
 __device__ __forceinline__ void produce_scheduled(const LogitsParams& p, const Scheduled& schedule) {
     Small& sm = small();
     const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x % 128 / 32);
     const uint64_t policy = policy_of_keys(p);
     Share share = schedule.share(p);
-    Place place = {warp, 1};  // the first wait for each stage returns at once
-    int ahead = warp;         // units before this warp's next one
-    int before = 0;           // units of the share before the tile's
-    int turn = 0;
-    Underway underway = {place, 0};
+    RingPlace place = {warp, 1};  // the first wait for each stage returns at once
+    int ahead = warp;             // units of the tile before this warp's next one
+    int before = 0;               // units of the share in tiles before
+    int turn = 0;                 // number of the tile
+    UnitsUnderway underway = {place, 0};
     const auto copy = [&](const UnitBlocks& at) {
         copy_unit(p, at, 0, 0, place.stage, lane, policy);
         underway.add(place.stage, lane);
@@ -85,7 +86,7 @@ __device__ __forceinline__ void produce_scheduled(const LogitsParams& p, const S
     if (warp < share.count && key < end) copy(first);
 #pragma unroll 1
     for (int number = 0; share.count > 0 && share.tile < p.requests; ++number) {
-        const bool told = number < SCHEDULE_REQUESTS;
+        const bool told = number < SCHEDULE_REQUESTS;  // the schedule has the tile's range, and its first blocks
         const QueryTile tile = {share.tile, 0, min(p.queries, TILE_QUERIES)};
         KeyRange range;
         if (__builtin_expect(told, true)) {
@@ -125,6 +126,6 @@ __device__ __forceinline__ void produce_scheduled(const LogitsParams& p, const S
         ahead -= taken.count;
         before += taken.count;
     }
-    if (UNDERWAY) underway.tell_all(lane);
-    tell_of_end(turn, underway, warp, lane);
+    if (UNDERWAY) underway.signal_all(lane);
+    signal_end(turn, underway, warp, lane);
 }

@@ -1,11 +1,11 @@
-// Of logits_sm90: how a producer warp copies units of keys to the ring, and tells that they are there.
+// How a producer warp of logits_sm90 copies units of keys to the ring, and signals that they are there.
 #pragma once
 #include "indexer/logits_sm90/plan.cuh"
 #include "ptx/cache_policy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 
-// Where the keys `lane` and `lane` + 32 of a unit are to be looked for.
+// The blocks of keys number `lane` and `lane` + 32 of a unit.
 struct UnitBlocks {
     KeyBlock at[2];
 
@@ -17,11 +17,12 @@ struct UnitBlocks {
 
 __device__ __forceinline__ uint64_t policy_of_keys(const LogitsParams& p) {
     const int64_t keys = int64_t(p.requests) * p.width;
-    if (SCHEDULED && keys > KEPT_KEYS && keys <= HALF_KEPT_KEYS) return evict_half_first();
-    return keys <= KEPT_KEYS ? evict_normal() : evict_first();
+    if (SCHEDULED && keys > KEYS_KEPT_IN_L2 && keys <= KEYS_HALF_KEPT_IN_L2) return evict_half_first();
+    return keys <= KEYS_KEPT_IN_L2 ? evict_normal() : evict_first();
 }
 
-// A unit's keys and scales to a stage. Keys that do not exist are zeros.
+// Copies a unit's keys and scales to a stage, by a warp. Keys that do not exist become zeros. By a schedule all lanes
+// have the unit's block in blocks.at[0].
 __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlocks& blocks, int first, int end,
                                           int stage, int lane, uint64_t policy) {
     Small& sm = small();
@@ -47,7 +48,7 @@ __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlock
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             cp_async_4(scales + 128 * i, p.scales + first + 32 * i + lane, first + 32 * i + lane < end);
-    } else if (SCHEDULED || !CANDIDATES && p.table.block_size.value % UNIT == 0) {  // a unit stands in one block
+    } else if (SCHEDULED || !CANDIDATES && p.table.block_size.value % UNIT == 0) {  // the unit lies in one block
         const KeyBlock at =
             SCHEDULED ? blocks.at[0]
                       : KeyBlock{__shfl_sync(~0u, blocks.at[0].block, 0), __shfl_sync(~0u, blocks.at[0].offset, 0)};
@@ -78,12 +79,12 @@ __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlock
     }
 }
 
-// How a producer warp tells that units are there.
-struct Underway {
-    Place oldest;
+// The units whose copies a producer warp has started, but not signalled yet (UNDERWAY > 0).
+struct UnitsUnderway {
+    RingPlace oldest;
     int count;
 
-    // The copies of a unit were started.
+    // All copies of a unit were started.
     __device__ __forceinline__ void add(int stage, int lane) {
         if constexpr (UNDERWAY == 0) {
             const uint32_t full = shared_address(&small().full[stage]);
@@ -93,18 +94,18 @@ struct Underway {
             cp_async_commit();
             if (++count <= UNDERWAY) return;
             cp_async_wait<UNDERWAY>();
-            tell(lane);
+            signal_oldest(lane);
         }
     }
-    __device__ __forceinline__ void tell_all(int lane) {
+    __device__ __forceinline__ void signal_all(int lane) {
         if (count == 0) return;
         cp_async_wait<0>();
-        while (count > 0) tell(lane);
+        while (count > 0) signal_oldest(lane);
     }
 
   private:
-    // The oldest unit's copies are done.
-    __device__ __forceinline__ void tell(int lane) {
+    // The copies of the oldest unit are done.
+    __device__ __forceinline__ void signal_oldest(int lane) {
         fence_proxy_async();
         __syncwarp();
         mbarrier_arrive_for_warp(shared_address(&small().full[oldest.stage]), lane);
@@ -113,9 +114,10 @@ struct Underway {
     }
 };
 
-// Wait until the buffer of tile number `turn` is free; `underway` may hold what frees it.
-__device__ __forceinline__ void wait_for_buffer(int turn, Underway& underway, int lane) {
+// Waits until the buffer of tile number `turn` is free. Math warpgroups may be waiting for units under way before they
+// free it: these are signalled first.
+__device__ __forceinline__ void wait_for_buffer(int turn, UnitsUnderway& underway, int lane) {
     const uint32_t empty = shared_address(&small().tile_empty[turn % BUFFERS]), parity = turn / BUFFERS % 2 ^ 1;
-    if (UNDERWAY && !__all_sync(~0u, mbarrier_done(empty, parity))) underway.tell_all(lane);
+    if (UNDERWAY && !__all_sync(~0u, mbarrier_done(empty, parity))) underway.signal_all(lane);
     mbarrier_wait(empty, parity);
 }

@@ -1,33 +1,34 @@
-// Rows that registers hold. Items are numbered warp by warp, in the order of their columns: the place of a chosen item
-// is the number of chosen ones before it, by sums over lanes, warps and CTAs.
+// Parts that registers hold. Items are numbered warp by warp, in the order of their columns (Tile). So an item's place
+// among the results is the number of chosen items before it, which sums over lanes, warps and CTAs tell.
 #pragma once
 #include "indexer/topk/results.cuh"
 #include "indexer/topk/threshold.cuh"
 
-// Counts of a thread's set bits, 8 bits a vector.
-struct Counts {
-    uint32_t four[ceil_div(VECTORS, 4)];
+// A number for each vector of a thread, a byte each.
+struct VectorCounts {
+    uint32_t packed[ceil_div(VECTORS, 4)];
 
-    __device__ __forceinline__ int of(int v) const { return four[v / 4] >> (v % 4 * 8) & 255; }
+    __device__ __forceinline__ int of(int v) const { return packed[v / 4] >> (v % 4 * 8) & 255; }
 };
 
-// Which of a thread's items are chosen, and how many before them.
+// Which of a thread's items are chosen, and how many chosen items come before.
 struct Chosen {
     uint32_t mask;  // bit 4 v + i: item i of vector v
     int before;     // chosen items of the warps and CTAs before this one
-    int vectors;    // the others have nothing that is chosen
+    int vectors;    // those behind have no chosen items
 
-    // The numbers of set bits before each of a thread's vectors in its warp; and of all vectors.
-    static __device__ __forceinline__ Counts before_vectors(uint32_t mask, Counts& totals) {
-        Counts before;
+    // For each vector v of the warp: the number of items in `mask` of the lanes before this one, and in `totals` that
+    // of all lanes.
+    static __device__ __forceinline__ VectorCounts before_lane(uint32_t mask, VectorCounts& totals) {
+        VectorCounts before;
 #pragma unroll
         for (int j = 0; j < ceil_div(VECTORS, 4); ++j) {
             uint32_t counts = 0;
 #pragma unroll
             for (int v = 0; v < 4; ++v) counts |= __popc(mask >> (16 * j + 4 * v) & 15) << (8 * v);
             const uint32_t sums = inclusive_sum(counts, threadIdx.x % 32);
-            totals.four[j] = __shfl_sync(~0u, sums, 31);
-            before.four[j] = sums - counts;
+            totals.packed[j] = __shfl_sync(~0u, sums, 31);
+            before.packed[j] = sums - counts;
         }
         return before;
     }
@@ -36,13 +37,13 @@ struct Chosen {
     template <typename ValueOf>
     __device__ __forceinline__ void store(int32_t* to, ValueOf value_of) const {
         if (!__any_sync(~0u, mask != 0)) return;
-        Counts totals;
-        const Counts sums = before_vectors(mask, totals);
+        VectorCounts totals;
+        const VectorCounts in_vector = before_lane(mask, totals);
         to += before;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            if (may_end_before(v) && v >= vectors) break;
-            int32_t* at = to + sums.of(v);
+            if (checks_end_at(v) && v >= vectors) break;
+            int32_t* at = to + in_vector.of(v);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if (mask >> (4 * v + i) & 1) *at++ = value_of(v, i);
@@ -52,82 +53,83 @@ struct Chosen {
     }
 };
 
-// Called by the CTA.
-__device__ __forceinline__ Chosen choose(const Items& items, const Threshold& threshold) {
+// Leaves the numbers of this CTA's larger and equal items in shared().warp_sums, for count_chosen. Called by the CTA.
+__device__ __forceinline__ Chosen choose_items(const Items& items, const Threshold& threshold) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    // Not by Items::mask_of: with it every shape has other machine code, which was not timed.
-    uint32_t larger = 0, equal = 0;
+    // Not by Items::mask_of: that gives other machine code, which was not timed.
+    uint32_t chosen = 0, equal = 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        if (i % 4 == 0 && may_end_before(i / 4) && i / 4 >= items.vectors) break;
-        larger |= uint32_t(items[i] > threshold.order) << i;
+        if (i % 4 == 0 && checks_end_at(i / 4) && i / 4 >= items.vectors) break;
+        chosen |= uint32_t(items[i] > threshold.key) << i;
     }
     if (threshold.ties > 0) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (i % 4 == 0 && may_end_before(i / 4) && i / 4 >= items.vectors) break;
-            equal |= uint32_t(items[i] == threshold.order) << i;
+            if (i % 4 == 0 && checks_end_at(i / 4) && i / 4 >= items.vectors) break;
+            equal |= uint32_t(items[i] == threshold.key) << i;
         }
     }
-    const Both of_warp = {uint32_t(__reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16))};
-    if (lane == 0) shared().of_warp[warp] = of_warp.counts;
+    const LargerEqual of_warp = {uint32_t(__reduce_add_sync(~0u, __popc(chosen) | __popc(equal) << 16))};
+    if (lane == 0) shared().warp_sums[warp] = of_warp.packed;
     __syncthreads();
-    const uint32_t of_lane = lane < WARPS ? shared().of_warp[lane] : 0;
-    const Both before = {__reduce_add_sync(~0u, lane < warp ? of_lane : 0) + threshold.before.counts};
-    const int left = threshold.ties - before.equal();  // ties for this warp and those behind it
-    if (left > 0 && of_warp.equal() != 0) {
-        if (of_warp.equal() <= left) {
-            larger |= equal;
-        } else {  // some of them
-            Counts totals;
-            const Counts sums = Chosen::before_vectors(equal, totals);
-            int number = 0;  // of equal items in vectors before
+    const uint32_t of_lane = lane < WARPS ? shared().warp_sums[lane] : 0;
+    const LargerEqual before = {__reduce_add_sync(~0u, lane < warp ? of_lane : 0) + threshold.before.packed};
+    const int ties_left = threshold.ties - before.equal();  // for this warp and those behind it
+    if (ties_left > 0 && of_warp.equal() != 0) {
+        if (of_warp.equal() <= ties_left) {
+            chosen |= equal;
+        } else {  // the first ties_left of the warp's equal items
+            VectorCounts totals;
+            const VectorCounts in_vector = Chosen::before_lane(equal, totals);
+            int before_vector = 0;  // equal items in the warp's vectors before
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
-                const uint32_t in_vector = equal >> (i / 4 * 4) & ((1u << i % 4) - 1);
-                const int place = number + sums.of(i / 4) + __popc(in_vector);
-                if (equal >> i & 1 && place < left) larger |= 1u << i;
-                if (i % 4 == 3) number += totals.of(i / 4);
+                const uint32_t before_item = equal >> (i / 4 * 4) & ((1u << i % 4) - 1);
+                const int number = before_vector + in_vector.of(i / 4) + __popc(before_item);
+                if (equal >> i & 1 && number < ties_left) chosen |= 1u << i;
+                if (i % 4 == 3) before_vector += totals.of(i / 4);
             }
         }
     }
-    return {larger, threshold.count(before), items.vectors};
+    return {chosen, threshold.num_chosen(before), items.vectors};
 }
 
-// Behind choose: how many of the CTA are chosen.
+// Behind choose_items: how many items of this CTA are chosen.
 __device__ __forceinline__ int count_chosen(const Threshold& threshold) {
     const int lane = threadIdx.x % 32;
-    const uint32_t all = __reduce_add_sync(~0u, lane < WARPS ? shared().of_warp[lane] : 0);
-    return threshold.count({all + threshold.before.counts}) - threshold.count(threshold.before);
+    const uint32_t all = __reduce_add_sync(~0u, lane < WARPS ? shared().warp_sums[lane] : 0);
+    return threshold.num_chosen({all + threshold.before.packed}) - threshold.num_chosen(threshold.before);
 }
 
-// Chooses from a part of a row that registers hold: from a tile that begins at column `first`.
+// Chooses from a part of which a tile, from column `first` on, holds all logits.
 __device__ __forceinline__ void choose_held(const TopkParams& p, int row, const Range& of_row, const Range& range,
                                             int first, const Tile& tile) {
     const Shifts shifts(p, of_row, range);
+    // Vectors begin at multiples of 4, as do blocks then: all positions of a vector lie in one block.
     const bool by_shifts = shifts.count > 0 && of_row.begin % 4 == 0 && p.table.block_size.value % 4 == 0;
     const int32_t shift = by_shifts ? shifts.load(p, row) : 0;
     __syncthreads();  // bins are 0
     Items items;
     items.set(tile, range, first);
-    if (by_shifts) shared().shifts[threadIdx.x] = shift;
+    if (by_shifts) shared().slot_shifts[threadIdx.x] = shift;
     const Threshold threshold = find_threshold(items, p.k);
     end_reading_of_others();
     const auto column_of = [&](int v) { return first + Tile::first_of_vector(v); };
     const auto position_of = [&](int v) { return column_of(v) - of_row.begin; };
-    const Chosen chosen = choose(items, threshold);
+    const Chosen chosen = choose_items(items, threshold);
     wait_for_readers();
-    const int place = CLUSTERS ? threshold.count(threshold.before) : 0;
-    int32_t* const side_by_side = shared().chosen_columns - place;
+    const int place = CLUSTERS ? threshold.num_chosen(threshold.before) : 0;  // of this CTA's first result in the row
+    int32_t* const staged = shared().chosen_columns - place;  // where this CTA stages result 0 of the row
     if (p.table.blocks == nullptr) {
-        chosen.store(side_by_side, [&](int v, int i) { return position_of(v) + i; });
+        chosen.store(staged, [&](int v, int i) { return position_of(v) + i; });
     } else if (by_shifts) {
         uint32_t slots[VECTORS];
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) slots[v] = shifts.shifted(p, position_of(v));
-        chosen.store(side_by_side, [&](int v, int i) { return Shifts::slot_of(slots[v] + i); });
+        chosen.store(staged, [&](int v, int i) { return Shifts::slot_of(slots[v] + i); });
     } else {
-        chosen.store(side_by_side, [&](int v, int i) { return column_of(v) + i; });
+        chosen.store(staged, [&](int v, int i) { return column_of(v) + i; });
     }
     __syncthreads();
     const int count = CLUSTERS ? count_chosen(threshold) : p.k;
@@ -148,7 +150,7 @@ __device__ __forceinline__ void load_and_choose(const TopkParams& p, int row, co
     choose_held(p, row, of_row, range, first, tile);
 }
 
-// The same, for kernels that are made for longer rows. Not inline: code in front of theirs would cost them time.
-__device__ __noinline__ void load_and_choose_aside(const TopkParams& p, int row, Range of_row, Range range) {
+// The same, for STREAMED variants. Not inlined: code in front of that for their longer rows would cost them time.
+__device__ __noinline__ void load_and_choose_out_of_line(const TopkParams& p, int row, Range of_row, Range range) {
     load_and_choose(p, row, of_row, range);
 }

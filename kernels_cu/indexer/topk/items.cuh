@@ -1,11 +1,11 @@
-// Ranges of a row, and the logits of one in registers.
+// Loads of logits, and the items of a CTA in registers, as keys.
 #pragma once
-#include "indexer/order.cuh"
+#include "indexer/radix_key.cuh"
 #include "indexer/topk/shared.cuh"
 #include "ptx/arithmetic.cuh"
 #include "tile/warp.cuh"
 
-// A part's share of a row's range, cut at whole vectors.
+// The part of a range that CTA number `part` has. Parts are cut at whole vectors.
 __device__ __forceinline__ Range part_of(const Range& range, int part, int parts) {
     const int base = range.begin / 4 * 4, size = ceil_div(ceil_div(range.end - base, parts), 4) * 4;
     const int64_t begin = base + int64_t(part) * size;
@@ -17,7 +17,7 @@ __device__ __forceinline__ float logit_at(const TopkParams& p, int64_t at) {
     return static_cast<const float*>(p.logits)[at];
 }
 
-// Four neighbouring logits.
+// A vector: four neighbouring logits by one load.
 __device__ __forceinline__ float4 logits_at(const TopkParams& p, int64_t at) {
     if constexpr (BF16) {
         const Vec8 v = *reinterpret_cast<const Vec8*>(static_cast<const bf16*>(p.logits) + at);
@@ -26,7 +26,8 @@ __device__ __forceinline__ float4 logits_at(const TopkParams& p, int64_t at) {
     return *reinterpret_cast<const float4*>(static_cast<const float*>(p.logits) + at);
 }
 
-// Four neighbouring logits from column `at` on of those of [begin, end); `outside` for the others.
+// The four logits from column `at` on of the row that begins at `start`; `outside` in place of those outside of
+// `range`.
 __device__ __forceinline__ float4 logits_inside(const TopkParams& p, int64_t start, int at, const Range& range,
                                                 float outside) {
     float4 x = {outside, outside, outside, outside};
@@ -41,11 +42,15 @@ __device__ __forceinline__ float4 logits_inside(const TopkParams& p, int64_t sta
     return x;
 }
 
-// A thread's logits of a part that registers hold, on their way. The items of all threads are numbered by warp, vector,
-// lane, and place in the vector.
+// A thread's logits of a part that registers hold, as loads bring them. A warp has VECTORS * 128 neighbouring columns:
+//
+//   warp 0: vector 0 of lanes 0 .. 31 | vector 1 of lanes 0 .. 31 | ...    warp 1: ...
+//
+// So columns ascend by warp, vector, lane, and place in the vector.
 struct Tile {
     float4 vector[VECTORS];
 
+    // Columns from the tile's first one to vector `v` of the warp, and to that of this thread.
     static __device__ __forceinline__ int first_of_warp_vector(int v) {
         return threadIdx.x / 32 * (VECTORS * 128) + v * 128;
     }
@@ -53,7 +58,8 @@ struct Tile {
         return first_of_warp_vector(v) + threadIdx.x % 32 * 4;
     }
 
-    // The items from column `first` on.
+    // The tile from column `first` on, a multiple of 4. It does not look where the range begins, and may load logits
+    // behind its end: Items::set takes out what is outside of the range.
     __device__ __forceinline__ void load(const TopkParams& p, int row, const Range& range, int first) {
         const int thread_first = first + first_of_vector(0);
         const int64_t from = row * p.logits_stride + thread_first;
@@ -62,6 +68,7 @@ struct Tile {
             for (int v = 0; v < VECTORS; ++v) vector[v] = logits_at(p, from + v * 128);
             return;
         }
+        // Whole vectors first, so that their loads are under way together.
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             const int at = thread_first + v * 128;
@@ -81,30 +88,31 @@ struct Tile {
     }
 };
 
-// Whether a loop over a thread's vectors looks there whether its warp has any more. Branches cost time. Behind a row's
-// end most warps have none at all; a pool is filled in part only, and leaves all warps some.
-__device__ constexpr bool may_end_before(int v) { return STREAMED || v == 0; }
+// Whether a loop over a thread's vectors asks, before vector `v`, if there are any more. A branch before each costs
+// time. STREAMED asks before each: a pool is mostly filled in part, and then no warp has the last vectors. Other
+// variants ask before the first one only: behind a row's end most warps have no vectors at all.
+__device__ constexpr bool checks_end_at(int v) { return STREAMED || v == 0; }
 
-// The orders of a thread's items.
+// The keys of a thread's items.
 struct Items {
-    uint32_t order[VECTORS][4];
-    int vectors;  // the others have nothing inside the range
+    uint32_t key[VECTORS][4];
+    int vectors;  // those behind have nothing inside the range
 
-    __device__ __forceinline__ uint32_t operator[](int i) const { return order[i / 4][i % 4]; }
+    __device__ __forceinline__ uint32_t operator[](int i) const { return key[i / 4][i % 4]; }
 
-    // Calls act(order) for each.
+    // Calls act(key) for each item.
     template <typename Act>
     __device__ __forceinline__ void for_each(Act act) const {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            if (may_end_before(v) && v >= vectors) break;
+            if (checks_end_at(v) && v >= vectors) break;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) act(order[v][i]);
+            for (int i = 0; i < 4; ++i) act(key[v][i]);
         }
     }
 
 #if ORDERED
-    // Those of which test(order) is true: bit 4 v + i of item i of vector v.
+    // The items for which test(key) is true: bit 4 v + i is item i of vector v.
     template <typename Test>
     __device__ __forceinline__ uint32_t mask_of(Test test) const {
         uint32_t mask = 0;
@@ -112,61 +120,63 @@ struct Items {
         for (int v = 0; v < VECTORS; ++v) {
             if (v >= vectors) break;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) mask |= uint32_t(test(order[v][i])) << (4 * v + i);
+            for (int i = 0; i < 4; ++i) mask |= uint32_t(test(key[v][i])) << (4 * v + i);
         }
         return mask;
     }
 
-    // Lists those of the `size` orders from `least` on. They are few: most threads have none.
-    __device__ __forceinline__ void list(uint32_t least, uint32_t size) const {
-        const uint32_t mask = mask_of([&](uint32_t order) { return order - least < size; });
+    // Appends the keys from `least` to before `least + size` to shared().listed_keys. Most threads have none of them.
+    __device__ __forceinline__ void list_keys(uint32_t least, uint32_t size) const {
+        const uint32_t mask = mask_of([&](uint32_t key) { return key - least < size; });
         if (mask == 0) return;
-        int to = atomicAdd(&shared().listed, uint32_t(__popc(mask)));
+        int to = atomicAdd(&shared().num_listed, uint32_t(__popc(mask)));
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (mask >> i & 1) shared().list[to++] = (*this)[i];
+            if (mask >> i & 1) shared().listed_keys[to++] = (*this)[i];
         }
     }
 #endif
 
+    // From a tile that begins at column `first`.
     __device__ __forceinline__ void set(const Tile& tile, const Range& range, int first) {
-        const int rest = range.end - first - Tile::first_of_warp_vector(0);
+        const int rest = range.end - first - Tile::first_of_warp_vector(0);  // columns from the warp's first one on
         vectors = max(0, min(ceil_div(rest, 128), VECTORS));
-        const bool whole = range.begin <= first && rest >= VECTORS * 128;
+        const bool all_inside = range.begin <= first && rest >= VECTORS * 128;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            if (may_end_before(v) && v >= vectors) break;
+            if (checks_end_at(v) && v >= vectors) break;
             const float4& x = tile.vector[v];
             const float of_vector[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) order[v][i] = order_of(of_vector[i]);
+            for (int i = 0; i < 4; ++i) key[v][i] = radix_key_of(of_vector[i]);
         }
-        if (whole) return;
+        if (all_inside) return;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            if (may_end_before(v) && v >= vectors) break;
+            if (checks_end_at(v) && v >= vectors) break;
             const int at = first + Tile::first_of_vector(v);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if (at + i < range.begin || range.end <= at + i) order[v][i] = OUTSIDE;
+                if (at + i < range.begin || range.end <= at + i) key[v][i] = OUTSIDE;
             }
         }
     }
 
-    // Of the pool, each warp has as many vectors.
+    // Where vector `v` of this thread stands in the pool. Vectors of all threads alternate, so that all warps have as
+    // many of them.
     static __device__ __forceinline__ int first_in_pool(int v) { return (v * THREADS + threadIdx.x) * 4; }
 
-    // The first `items` of the pool.
+    // From a pool of `items` items.
     __device__ __forceinline__ void set_pooled(int items) {
         vectors = ceil_div(items, THREADS * 4);
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             const int at = first_in_pool(v);
             uint4 four = {0, 0, 0, 0};
-            if (at < items) four = *reinterpret_cast<const uint4*>(&shared().pool[at]);
-            const uint32_t values[4] = {four.x, four.y, four.z, four.w};
+            if (at < items) four = *reinterpret_cast<const uint4*>(&shared().pool_logits[at]);
+            const uint32_t bits[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) order[v][i] = at + i < items ? order_of(__uint_as_float(values[i])) : OUTSIDE;
+            for (int i = 0; i < 4; ++i) key[v][i] = at + i < items ? radix_key_of(__uint_as_float(bits[i])) : OUTSIDE;
         }
     }
 };

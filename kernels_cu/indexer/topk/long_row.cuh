@@ -1,28 +1,29 @@
-// Rows that registers do not hold.
+// Parts that registers do not hold.
 //
-//   sample    guess_threshold   a logit that somewhat more than k of the row are larger than
-//   pool      fill_pool         those, from memory into shared memory, and from there into registers
-//             find_threshold    the order of the k-th largest among them
-//   columns   ORDERED: bring_pooled_in_order (pool_order.cuh), else bring_in_order (marks.cuh)
+//   sample.cuh      Sample, guess_cutoff     a logit that somewhat more than k logits of the row are larger than
+//   pool.cuh        fill_pool                the logits above it, from memory into shared memory
+//   threshold.cuh   find_threshold           the key of the k-th largest of the pool, which registers now hold
+//   marks.cuh       collect_by_column        the chosen columns of the pool, ascending
+//   pool_order.cuh  collect_pool_by_column   the same with ORDERED
 //
-// A pool of less than k, or of more than it holds, is of no use: the sample misled. Then find_threshold and
-// bring_in_order read the row from memory (InMemory).
+// A pool of fewer than k items, or of more than it has room for, is of no use: the sample misled. Then find_threshold
+// and collect_by_column read the part from memory, in each pass and for each window anew (RowInMemory).
 #pragma once
 #include "indexer/topk/marks.cuh"
 #include "indexer/topk/pool_order.cuh"
 #include "indexer/topk/results.cuh"
 #include "indexer/topk/sample.cuh"
 
-// A part of a row that is read from memory in each pass: for rows of which a sample told too little.
-struct InMemory {
+// The items of a part that is read from memory whenever they are needed.
+struct RowInMemory {
     const TopkParams& p;
     int row;
     Range range;
 
-    // Calls act(order, column) for each item of this thread from `begin` to before `end`.
+    // Calls act(key, column) for each item of this thread in columns [begin, end).
     template <typename Act>
     __device__ __forceinline__ void for_columns(int begin, int end, Act act) const {
-        constexpr int DEPTH = 2;
+        constexpr int DEPTH = 2;  // vectors whose loads are under way together
         const int64_t start = row * p.logits_stride;
         const Range inside = {max(begin, range.begin), min(end, range.end)};
         for (int first = inside.begin / 4 * 4; first < inside.end; first += DEPTH * THREADS * 4) {
@@ -37,49 +38,75 @@ struct InMemory {
                 const int at = first + (v * THREADS + threadIdx.x) * 4;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    if (inside.begin <= at + i && at + i < inside.end) act(order_of(of_vector[i]), at + i);
+                    if (inside.begin <= at + i && at + i < inside.end) act(radix_key_of(of_vector[i]), at + i);
                 }
             }
         }
     }
     template <typename Act>
     __device__ __forceinline__ void for_each(Act act) const {
-        for_columns(range.begin, range.end, [&](uint32_t order, int) { act(order); });
+        for_columns(range.begin, range.end, [&](uint32_t key, int) { act(key); });
     }
 };
 
-// Whether the pools of the row's CTAs hold at least k items, all that were brought there. Called by all CTAs.
+// Whether the pools of the row's CTAs hold at least k items together, and each had room for all of its `count` items.
+// Called by all threads of these CTAs.
 __device__ __forceinline__ bool pools_suffice(int count, int k) {
-    if constexpr (!CLUSTERS) return k <= count && count <= CAPACITY;
+    if constexpr (!CLUSTERS) return k <= count && count <= POOL_CAPACITY;
     cluster_sync();
     const int lane = threadIdx.x % 32, parts = num_parts();
-    const int of_part = lane < parts ? load_cluster_4(cluster_address(shared_address(&shared().pooled), lane)) : 0;
-    return __reduce_add_sync(~0u, of_part) >= k && !__any_sync(~0u, of_part > CAPACITY);
+    const int of_part = lane < parts ? load_cluster_4(cluster_address(shared_address(&shared().num_pooled), lane)) : 0;
+    return __reduce_add_sync(~0u, of_part) >= k && !__any_sync(~0u, of_part > POOL_CAPACITY);
 }
 
-// Stores what bring_in_order left in shared memory.
+// The least key of items that may be chosen.
+__device__ __forceinline__ uint32_t least_chosen_key(const Threshold& threshold) {
+    return threshold.key + (threshold.ties == 0);
+}
+
+// Makes results of the first `count` of shared().chosen_columns, and stores them.
 __device__ __forceinline__ void store_chosen(const TopkParams& p, int row, const Range& of_row,
                                              const Threshold& threshold, int count) {
     const Results results = results_of(p, row, of_row);
-    results.store(p, threshold.count(threshold.before), count, [&](int i) { return shared().chosen_columns[i]; });
+    results.store(p, threshold.num_chosen(threshold.before), count, [&](int i) { return shared().chosen_columns[i]; });
 }
 
-// Chooses from a part of a row of which the sample told too little. Not inline, as it is rare.
-__device__ __noinline__ void choose_in_memory(const TopkParams& p, int row, Range of_row, Range range) {
-    const InMemory items = {p, row, range};
+// Chooses from a part without a pool. Not inlined, as it is rare.
+__device__ __noinline__ void choose_from_memory(const TopkParams& p, int row, Range of_row, Range range) {
+    const RowInMemory items = {p, row, range};
     const Threshold threshold = find_threshold(items, p.k);
     end_reading_of_others();
     wait_for_readers();
-    const uint32_t least = threshold.order + (threshold.ties == 0);
-    const int count = bring_in_order(range, threshold, [&](int begin, int end) {
-        items.for_columns(begin, end, [&](uint32_t order, int column) {
-            mark_if(order >= least, order == threshold.order, column - begin);
+    const uint32_t least = least_chosen_key(threshold);
+    const int count = collect_by_column(range, threshold, [&](int begin, int end) {
+        items.for_columns(begin, end, [&](uint32_t key, int column) {
+            mark_if(key >= least, key == threshold.key, column - begin);
         });
     });
     store_chosen(p, row, of_row, threshold, count);
 }
 
-// Chooses from a part of a row that registers do not hold. The first step's logits are on their way with the sample's.
+// Stores the columns of a pool's chosen items to shared().chosen_columns, ascending. Returns how many they are.
+__device__ __forceinline__ int collect_pool_by_marks(const Items& items, const Range& range,
+                                                     const Threshold& threshold) {
+    const uint32_t least = least_chosen_key(threshold);
+    return collect_by_column(range, threshold, [&](int begin, int end) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            if (v >= items.vectors) break;
+            const uint4 four = *reinterpret_cast<const uint4*>(&shared().pool_columns[Items::first_in_pool(v)]);
+            const uint32_t columns[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const uint32_t key = items.key[v][i], column = columns[i] - begin;
+                mark_if(key >= least && column < uint32_t(end - begin), key == threshold.key, column);
+            }
+        }
+    });
+}
+
+// Chooses from a part that registers do not hold. The logits of the pool's first step are under way together with
+// those of the sample.
 __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, const Range& of_row,
                                                 const Range& range) {
     Sample sample;
@@ -87,39 +114,25 @@ __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, co
     Step step;
     step.load(p, row * p.logits_stride, range, range.begin / 4 * 4);
     __syncthreads();  // bins are 0
-    const int pooled = fill_pool(p, row, range, guess_threshold(p, of_row, sample), step);
-    if (pools_suffice(pooled, p.k)) {
+    const int num_pooled = fill_pool(p, row, range, guess_cutoff(p, of_row, sample), step);
+    if (pools_suffice(num_pooled, p.k)) {
         Items items;
-        items.set_pooled(pooled);
+        items.set_pooled(num_pooled);
         const Threshold threshold = find_threshold(items, p.k);
         end_reading_of_others();
         wait_for_readers();
 #if ORDERED
         const bool positions = p.table.blocks == nullptr;
-        const int count = bring_pooled_in_order(items, range, threshold, positions ? of_row.begin : 0);
+        const int count = collect_pool_by_column(items, range, threshold, positions ? of_row.begin : 0);
         if (positions) {
             results_of(p, row, of_row).copy(0, count);
         } else {
             store_chosen(p, row, of_row, threshold, count);
         }
 #else
-        const uint32_t least = threshold.order + (threshold.ties == 0);
-        const int count = bring_in_order(range, threshold, [&](int begin, int end) {
-#pragma unroll
-            for (int v = 0; v < VECTORS; ++v) {
-                if (v >= items.vectors) break;
-                const uint4 four = *reinterpret_cast<const uint4*>(&shared().columns[Items::first_in_pool(v)]);
-                const uint32_t columns[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const uint32_t order = items.order[v][i], column = columns[i] - begin;
-                    mark_if(order >= least && column < uint32_t(end - begin), order == threshold.order, column);
-                }
-            }
-        });
-        store_chosen(p, row, of_row, threshold, count);
+        store_chosen(p, row, of_row, threshold, collect_pool_by_marks(items, range, threshold));
 #endif
     } else {
-        choose_in_memory(p, row, of_row, range);
+        choose_from_memory(p, row, of_row, range);
     }
 }

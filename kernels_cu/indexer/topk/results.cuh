@@ -1,12 +1,13 @@
-// What is stored: positions, or slots by the row's block table.
+// How chosen columns become results, positions or slots by the row's block table, and are stored.
 #pragma once
 #include "indexer/topk/items.cuh"
 #include "ptx/global.cuh"
 
-// Makes slots of the positions of a part of a row: a position's slot is the position plus the shift of its block, and
-// -1 where that is negative. Shifts are in shared memory, one a thread at most.
+// Makes slots of the positions of a part, without a read of the block table for each of them: the slot is the position
+// plus the shift of the position's block, or -1 where that is negative. The CTA keeps the shifts of all blocks that
+// the part touches in shared memory. Each thread loads one of them, while logits are under way.
 struct Shifts {
-    int first, count;  // blocks; count 0: slots are not made here
+    int first, count;  // the part's blocks; count 0: positions are results, or the blocks are more than threads
 
     __device__ __forceinline__ Shifts(const TopkParams& p, const Range& of_row, const Range& range)
         : first(0), count(0) {
@@ -16,7 +17,7 @@ struct Shifts {
         if (blocks <= THREADS) count = blocks;
     }
 
-    // The shift of this thread's block.
+    // Loads the shift of this thread's block.
     __device__ __forceinline__ int32_t load(const TopkParams& p, int row) const {
         const int number = first + threadIdx.x;
         if (threadIdx.x >= count || number >= p.table.width) return NO_SLOT;
@@ -25,16 +26,17 @@ struct Shifts {
         return slot < 0 ? NO_SLOT : int32_t(slot - number * p.table.block_size.value);
     }
 
+    // A position plus its block's shift. `slot_of` makes a slot of it, or of the sum with an offset in the block.
     __device__ __forceinline__ uint32_t shifted(const TopkParams& p, int32_t position) const {
-        return position + shared().shifts[min(divide(position, p.table.block_size) - first, count - 1)];
+        return position + shared().slot_shifts[min(divide(position, p.table.block_size) - first, count - 1)];
     }
     static __device__ __forceinline__ int32_t slot_of(uint32_t shifted) { return max(int32_t(shifted), -1); }
 };
 
-// Where results go: `place` counts from 0.
+// A row's results in memory. Result `place` is `to[place]`.
 struct Results {
     int32_t* to;
-    int32_t start;          // subtracted from columns
+    int32_t start;          // the range's first column: position 0
     const int32_t* blocks;  // the request's row of the block table; null: positions
 
     __device__ __forceinline__ int32_t position_of(int32_t column) const { return column - start; }
@@ -43,7 +45,7 @@ struct Results {
         return blocks != nullptr && at.column >= 0 ? slot_in_block(p.table, blocks[at.column], at.offset) : -1;
     }
 
-    // Stores what stands side by side in shared memory, from `place` on. Called by the CTA.
+    // Copies `count` results from shared().chosen_columns to `place` and behind it. Called by the CTA.
     __device__ __forceinline__ void copy(int place, int count) const {
         const int32_t* const from = shared().chosen_columns;
         int32_t* const there = to + place;
@@ -56,10 +58,11 @@ struct Results {
         for (int i = 4 * fours + threadIdx.x; i < count; i += THREADS) there[i] = from[i];
     }
 
-    // Stores what becomes of column_of(0), column_of(1) and so on, from `place` on. Called by the CTA.
+    // Makes results of column_of(0) to column_of(count - 1), and stores them to `place` and behind it. Called by the
+    // CTA.
     template <typename ColumnOf>
     __device__ __forceinline__ void store(const TopkParams& p, int place, int count, ColumnOf column_of) const {
-        constexpr int AT_A_TIME = 4;  // reads of the block table under way
+        constexpr int AT_A_TIME = 4;  // reads of the block table of a thread that are under way together
         for (int first = threadIdx.x; first < count; first += AT_A_TIME * THREADS) {
             int32_t result[AT_A_TIME];
 #pragma unroll

@@ -1,10 +1,9 @@
-// Results of rows of at most k items, all of which are chosen: positions 0, 1, 2 and so on, or their slots, and -1 from the
-// row's length up to k.
+// Results of rows of at most k items: positions 0, 1, 2 and so on, or the slots of these, then -1 up to k.
 #pragma once
 #include "indexer/topk/params.cuh"
 #include "ptx/global.cuh"
 
-// Four neighbouring results, from `at` on, of a row of `count` items.
+// Stores results `at` to `at` + 3 of a row of `count` items.
 __device__ __forceinline__ void store_four(int32_t* to, int at, const int32_t (&result)[4], int count, int k) {
     uint32_t stored[4];
 #pragma unroll
@@ -19,7 +18,8 @@ __device__ __forceinline__ void store_four(int32_t* to, int at, const int32_t (&
     }
 }
 
-// Four neighbouring positions as results.
+// Results `first` to `first` + 3 as positions. FourPositions and FourSlots have the same members, for callers that are
+// templates.
 struct FourPositions {
     int at;
 
@@ -29,18 +29,19 @@ struct FourPositions {
     }
 };
 
-// Their slots.
+// The same results as slots.
 struct FourSlots {
     int at;
     int32_t block[4], offset[4];
 
-    // Loads the blocks of the positions from the request's row of the block table, which takes no length of the row.
+    // Loads the positions' entries of `blocks`, the request's row of the block table. It does not need the row's
+    // length: the load of that can be under way at the same time.
     __device__ __forceinline__ void load(const BlockTable& table, const int32_t* blocks, int first) {
         at = first;
-        const bool in_one = table.block_size.value % 4 == 0;
+        const bool in_one_block = table.block_size.value % 4 == 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (i > 0 && in_one) {
+            if (i > 0 && in_one_block) {
                 block[i] = block[0];
                 offset[i] = offset[0] + i;
                 continue;
