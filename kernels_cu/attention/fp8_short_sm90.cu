@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
         if (tiles >> who.warpgroup & 1) {
             attend_tile(p, role(), logit_scale);
         } else {
-            pass_tile(role());
+            skip_tile(role());
         }
         finish_heads(p, item);
         const int next = blockIdx.y + (turn + 1) * gridDim.y;

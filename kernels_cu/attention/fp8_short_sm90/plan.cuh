@@ -3,8 +3,9 @@
 #include "attention/fp8_sm90/softmax.cuh"
 
 constexpr int TILES = 4, WARPS = 4 * TILES, CTA_THREADS = 32 * WARPS;
-constexpr int ROWS_AT = Q_BLOCKS * LINES_BYTES;
-static_assert(HAS_ROPE && E8M0_SCALES && Q_BLOCKS == 8 && TILES * LINES_BYTES <= ROWS_AT, "V4_FP8; P where Q was");
+constexpr int ROWS_AT = Q_BLOCKS * HEADS_BLOCK_BYTES;
+static_assert(HAS_ROPE && E8M0_SCALES && Q_BLOCKS == 8 && TILES * HEADS_BLOCK_BYTES <= ROWS_AT,
+              "V4_FP8; P where Q was");
 
 struct alignas(16) Rest {
     uint64_t full[WARPS];                          // a warp's rows have come

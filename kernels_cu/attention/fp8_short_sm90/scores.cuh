@@ -34,7 +34,7 @@ __device__ __forceinline__ void find_references() {
 // P^T = r 2^(logit - ref) of the tile to shared memory, and the sums of P^T / r to `across`.
 __device__ __forceinline__ void store_p_of_tile(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
     const int line = r.lane % 8 + r.lane / 16 * 8, chunk = 2 * r.warp + r.lane / 8 % 2;
-    const uint32_t to = swizzled(shared_address(shared) + r.warpgroup * LINES_BYTES, line, chunk);
+    const uint32_t to = swizzled(shared_address(shared) + r.warpgroup * HEADS_BLOCK_BYTES, line, chunk);
     float sums[OWN_HEADS];
     uint32_t rounded[2][2];
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& p, const Role
     float s[HEADS / 2];
     const RowScales scales = multiply_qk_fine_scales(rows_of_warp(r) + r.g * STRIDE, r.t, false, logit_scale, s);
     const uint32_t valid = rest().valid[4 * r.warpgroup + r.warp];
-    if (!all_seen(valid)) mask_rows(p, r, 0, valid, logit_scale < 0.0f ? INF : -INF, s);
+    if (!all_rows_visible(valid)) mask_rows(p, r, 0, valid, logit_scale < 0.0f ? INF : -INF, s);
     store_ratios(r, scales, rest().ratio[r.warpgroup]);
     const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact
     float tops[OWN_HEADS];
@@ -71,7 +71,7 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& p, const Role
 }
 
 // The same in a warpgroup whose tile is not multiplied.
-__device__ __forceinline__ void pass_tile(const Role& r) {
+__device__ __forceinline__ void skip_tile(const Role& r) {
     fill_across(r, REF_NONE);
     find_references();
     fill_across(r, 0.0f);

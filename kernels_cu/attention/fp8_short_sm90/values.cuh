@@ -47,7 +47,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t tiles, Value
     do {
         const int tile = __ffs(tiles) - 1;
         tiles &= tiles - 1;
-        const uint64_t prob = wgmma_further(first_p, tile * LINES_BYTES);
+        const uint64_t prob = wgmma_further(first_p, tile * HEADS_BLOCK_BYTES);
         const uint32_t rows = shared_address(shared) + ROWS_AT + tile * TILE_ROWS * STRIDE;
         const uint32_t ratios = shared_address(&rest().ratio[tile][2 * r.warpgroup][4 * r.t]);
         uint32_t a[2][2][4];
