@@ -93,10 +93,10 @@ __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int 
     __syncthreads();
 }
 
-// Whether lists are divided as if they were full, without a look at memory.
+// Whether a share is first found as if all lists were full, which needs no lengths from memory.
 __device__ __forceinline__ bool divided_alike(const AttentionParams& p) { return !has_lengths(p) || p.flags & ALIKE; }
 
-// Finds a share of such lists. All threads must meet afterwards.
+// Finds such a share. All threads must meet afterwards.
 template <int THREADS>
 __device__ __forceinline__ void find_share_early(const AttentionParams& p, int share, Share<THREADS>& found) {
     if (!divided_alike(p) || threadIdx.x >= 2) return;
