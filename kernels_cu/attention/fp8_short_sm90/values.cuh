@@ -2,13 +2,13 @@
 #pragma once
 #include "attention/fp8_short_sm90/plan.cuh"
 
-// Column blocks 2 w and 2 w + 1 of O^T, of warpgroup w: rows g and g + 8 of a warp's 16 are its columns 2 g and
-// 2 g + 1.
-struct Values2 {
+// A thread's part of O^T. Warpgroup w has column blocks 2 w and 2 w + 1. Rows g and g + 8 of a warp's 16 accumulator
+// rows are its columns 2 g and 2 g + 1.
+struct Output2 {
     float o[2][HEADS / 2];
 };
 
-// 16 rows and a warp's 16 columns of both blocks as they come from shared memory, and the rows' ratios.
+// What a thread loads for one step of k: 16 rows, its warp's 16 columns of both blocks, and the rows' ratios.
 struct RowColumns {
     uint32_t bytes[4], rope[4];
     Vec8 ratio[2];
@@ -35,11 +35,12 @@ __device__ __forceinline__ void widen_row_columns(const Role& r, const RowColumn
         widen(c.bytes[2 * v + 1], c.ratio[v].y, a[v][2], a[v][3]);
     }
 #pragma unroll
-    for (int n = 0; n < 4; ++n) a[1][n] = opaque(r.warpgroup == TILES - 1 ? c.rope[n] : a[1][n]);  // as in values.cuh
+    for (int n = 0; n < 4; ++n)
+        a[1][n] = opaque(r.warpgroup == TILES - 1 ? c.rope[n] : a[1][n]);  // `opaque` as in fp8_sm90/values.cuh
 }
 
-// O^T = V^T . P^T over the tiles.
-__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t tiles, Values2& out) {
+// O^T = V^T . P^T, over the tiles whose bit is set.
+__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t tiles, Output2& out) {
     const uint64_t first_p = wgmma_operand(opaque(shared_address(shared)), 1024, 16);
 #pragma unroll
     for (int i = 0; i < HEADS / 2; ++i) out.o[0][i] = out.o[1][i] = 0.0f;
