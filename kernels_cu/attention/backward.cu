@@ -3,8 +3,8 @@
 // backward_rows.cu adds up the contributions to each row.
 //
 //   grid   x query * head blocks + head block
-//   CTA    8 warps: a query, HEADS heads, all its rows in tiles of TILE_ROWS. Shared memory holds Q, dO, and one tile at
-//          a time. The tile's rows are K; their first D_V columns are V.
+//   CTA    8 warps: a query, HEADS heads, all its rows in tiles of TILE_ROWS. Shared memory holds Q, dO, and one tile
+//          at a time. The tile's rows are K; their first D_V columns are V.
 //
 //   wait for the tile
 //   warps 0-3  S = Q.K^T             warps 4-7  dP = dO.V^T
@@ -20,8 +20,8 @@
 // Rows beyond the list's end are zeros, and so is their P. Heads beyond the last are zeros, and their lse is infinite.
 // Sums over rows, columns and heads have a fixed order, so a query's bits depend on its own arguments only.
 //
-// Shared memory, bytes: Q 2 * HEADS * D_QK, dO 2 * HEADS * D_V, a tile 2 * TILE_ROWS * D_QK; dP 4, dS and P 2 each, times
-// HEADS * TILE_ROWS; 12 * HEADS. 64 heads of 576: with 16 rows 166,656, with 32 rows 193,280.
+// Shared memory, bytes: Q 2 * HEADS * D_QK, dO 2 * HEADS * D_V, a tile 2 * TILE_ROWS * D_QK; dP 4, dS and P 2 each,
+// times HEADS * TILE_ROWS; 12 * HEADS. 64 heads of 576: with 16 rows 166,656, with 32 rows 193,280.
 #include "attention/backward.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/matrix.cuh"
