@@ -30,17 +30,6 @@ struct BackwardListsParams {
 __shared__ int firsts[WARPS][DIGITS];  // counts, then next places, of a warp's entries of each digit
 __shared__ int warp_sums[WARPS];
 
-// The lanes whose entries have the same digit as this lane's. (match.any compares one digit after the other.)
-__device__ __forceinline__ uint32_t alike(bool here, int digit) {
-    uint32_t lanes = __ballot_sync(~0u, here);
-#pragma unroll
-    for (int bit = 1; bit < DIGITS; bit *= 2) {
-        const uint32_t set = __ballot_sync(~0u, digit & bit);
-        lanes &= digit & bit ? set : ~set;
-    }
-    return lanes;
-}
-
 // Calls act(valid, entry, index, digit) for the entries of this warp's part of a list, all lanes together.
 template <typename Do>
 __device__ __forceinline__ void for_each_entry(const int32_t* list, int count, int s_kv, int shift, Do act) {
@@ -82,7 +71,7 @@ __device__ __forceinline__ int sort_by_digit(const List& from, int count, int s_
     }
     __syncthreads();
     for_each_entry(from.entries, count, s_kv, shift, [&](bool valid, int entry, int at, int digit) {
-        const uint32_t same = alike(valid, digit), earlier = same & ((1u << lane) - 1);
+        const uint32_t same = lanes_with_same<DIGITS>(valid, digit), earlier = same & ((1u << lane) - 1);
         const int first = firsts[warp][digit];
         __syncwarp();
         if (valid && earlier == 0) firsts[warp][digit] = first + __popc(same);

@@ -20,18 +20,6 @@ struct SortParams : AttentionParams {
 __shared__ int32_t staged[SEGMENT];
 __shared__ int places[WARPS][RANGES];
 
-// The lanes whose entries are in the same range as this lane's. (match.any compares one range after the other, which
-// takes 40 us more.)
-__device__ __forceinline__ uint32_t alike(bool here, int range) {
-    uint32_t lanes = __ballot_sync(~0u, here);
-#pragma unroll
-    for (int bit = 1; bit < RANGES; bit *= 2) {
-        const uint32_t set = __ballot_sync(~0u, range & bit);
-        lanes &= range & bit ? set : ~set;
-    }
-    return lanes;
-}
-
 // Calls act(here, entry, range) for this lane's entries, all lanes together. Without `here` there is no entry.
 template <typename Do>
 __device__ __forceinline__ void for_each_entry(const int32_t* list, int count, int shift, Do act) {
@@ -75,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_lists(const __grid_co
     places[warp][lane] = place - all + before;
     __syncwarp();
     for_each_entry(list, count, p.shift, [&](bool here, int32_t entry, int range) {
-        const uint32_t same = alike(here, range), earlier = same & ((1u << lane) - 1);
+        const uint32_t same = lanes_with_same<RANGES>(here, range), earlier = same & ((1u << lane) - 1);
         const int first = places[warp][range];
         __syncwarp();
         if (here && earlier == 0) places[warp][range] = first + __popc(same);

@@ -11,6 +11,19 @@ __device__ __forceinline__ T* shuffle_pointer(T* p, int lane) {
     return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(p), lane));
 }
 
+// The lanes with `here` whose `number`, below COUNT, equals this lane's. (match.any compares one number after the
+// other: to sort lists with it took 40 us more.)
+template <int COUNT>
+__device__ __forceinline__ uint32_t lanes_with_same(bool here, int number) {
+    uint32_t lanes = __ballot_sync(~0u, here);
+#pragma unroll
+    for (int bit = 1; bit < COUNT; bit *= 2) {
+        const uint32_t set = __ballot_sync(~0u, number & bit);
+        lanes &= number & bit ? set : ~set;
+    }
+    return lanes;
+}
+
 // The sum over the lanes up to and including this one.
 template <typename T>
 __device__ __forceinline__ T inclusive_sum(T x, int lane) {

@@ -1,4 +1,4 @@
-// Of bf16_few_heads_sm90: finds where a warpgroup's tiles end.
+// Part of bf16_few_heads_sm90: finds where a warpgroup's tiles end.
 //
 // Tiles after the last one with a valid entry need not be looked at. The consumers and the producers of a warpgroup
 // both find that last tile, each for themselves.

@@ -1,4 +1,4 @@
-// Of bf16_few_heads_sm90: a query's tiles in a consumer warpgroup, and the kernel's main function.
+// Part of bf16_few_heads_sm90: a query's tiles in a consumer warpgroup, and the kernel's main function.
 #pragma once
 #include "attention/bf16_few_heads_sm90/producer.cuh"
 #include "attention/bf16_few_heads_sm90/results.cuh"

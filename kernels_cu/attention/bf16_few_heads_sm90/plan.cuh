@@ -1,4 +1,4 @@
-// Of bf16_few_heads_sm90: constants, shared memory, thread roles, and a warpgroup's work.
+// Part of bf16_few_heads_sm90: constants, shared memory, thread roles, and a warpgroup's work.
 #pragma once
 #include "attention/division/whole.cuh"
 #include "attention/role.cuh"

@@ -1,4 +1,4 @@
-// Of bf16_few_heads_sm90: the producers' copies of rows, and the consumers' copies of Q.
+// Part of bf16_few_heads_sm90: the producers' copies of rows, and the consumers' copies of Q.
 #pragma once
 #include "attention/bf16_few_heads_sm90/list_end.cuh"
 #include "ptx/cache_policy.cuh"

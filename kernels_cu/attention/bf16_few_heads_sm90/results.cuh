@@ -1,5 +1,5 @@
-// Of bf16_few_heads_sm90: the epilogue. Each warpgroup stores its O^T over its tile. From there a CTA merges the O^T
-// of its query, or each CTA of a cluster merges a share of the columns.
+// Part of bf16_few_heads_sm90: the epilogue. Each warpgroup stores its O^T over its tile. From there a CTA merges the
+// O^T of its query, or each CTA of a cluster merges a share of the columns.
 #pragma once
 #include "attention/bf16_few_heads_sm90/scores.cuh"
 #include "attention/division/merge.cuh"

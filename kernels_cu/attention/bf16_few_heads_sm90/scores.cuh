@@ -1,4 +1,4 @@
-// Of bf16_few_heads_sm90: S^T = K . Q^T of a tile, its softmax, and P^T in shared memory.
+// Part of bf16_few_heads_sm90: S^T = K . Q^T of a tile, its softmax, and P^T in shared memory.
 #pragma once
 #include "attention/bf16_few_heads_sm90/plan.cuh"
 #include "ptx/convert.cuh"

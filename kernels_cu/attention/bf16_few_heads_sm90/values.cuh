@@ -1,4 +1,4 @@
-// Of bf16_few_heads_sm90: O^T += V^T . P^T, and the lock with which warpgroups take turns at the tensor cores.
+// Part of bf16_few_heads_sm90: O^T += V^T . P^T, and the lock with which warpgroups take turns at the tensor cores.
 #pragma once
 #include "attention/bf16_few_heads_sm90/plan.cuh"
 #include "ptx/mbarrier.cuh"

@@ -1,4 +1,5 @@
-// Of bf16_sm90: the chunks of a partial result. A chunk is 16 bytes: eight f16 of one line, as one thread holds them.
+// Part of bf16_sm90: the chunks of a partial result. A chunk is 16 bytes: eight f16 of one line, as one thread holds
+// them.
 //
 // They are two neighbouring columns of each of four neighbouring groups of eight. The chunks of 16 lines are
 // contiguous, so that those of padding lines can be left out.

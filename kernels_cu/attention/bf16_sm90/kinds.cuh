@@ -1,4 +1,4 @@
-// Of bf16_sm90: how its kernels differ. Each kernel passes a struct `K` to the pipeline, with these members:
+// Part of bf16_sm90: how its kernels differ. Each kernel passes a struct `K` to the pipeline, with these members:
 //
 //   Params, EXTRA_BYTES  the kernel's parameter struct; shared memory that it needs in addition
 //   KEPT_Q_STEPS         steps of k whose part of Q a consumer warpgroup keeps in registers

@@ -1,4 +1,4 @@
-// Of bf16_sm90: partial results for merge.cuh, as f16 times a power of two for each line.
+// Part of bf16_sm90: partial results for merge.cuh, as f16 times a power of two for each line.
 #pragma once
 #include "attention/bf16_sm90/chunks.cuh"
 #include "attention/bf16_sm90/results.cuh"

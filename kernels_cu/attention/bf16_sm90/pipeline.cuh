@@ -1,4 +1,4 @@
-// Of bf16_sm90: a work item in a consumer warpgroup, and the kernel's main function.
+// Part of bf16_sm90: a work item in a consumer warpgroup, and the kernel's main function.
 #pragma once
 #include "attention/bf16_sm90/producer.cuh"
 #include "attention/bf16_sm90/results.cuh"

@@ -1,4 +1,4 @@
-// Of bf16_sm90: constants, shared memory, and the struct of a work item.
+// Part of bf16_sm90: constants, shared memory, and the struct of a work item.
 #pragma once
 #include "attention/division/results.cuh"
 #include "attention/division/whole.cuh"

@@ -1,4 +1,4 @@
-// Of bf16_sm90: copies of rows and Q to shared memory, and the producer warpgroup's main loop.
+// Part of bf16_sm90: copies of rows and Q to shared memory, and the producer warpgroup's main loop.
 #pragma once
 #include "attention/bf16_sm90/tiles.cuh"
 #include "ptx/cp_async.cuh"

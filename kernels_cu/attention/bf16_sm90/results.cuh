@@ -1,4 +1,4 @@
-// Of bf16_sm90: the epilogue of a work item.
+// Part of bf16_sm90: the epilogue of a work item.
 #pragma once
 #include "attention/bf16_sm90/scores.cuh"
 

@@ -1,4 +1,4 @@
-// Of bf16_sm90: S = Q . K^T of a tile, its softmax, and P for both warpgroups.
+// Part of bf16_sm90: S = Q . K^T of a tile, its softmax, and P for both warpgroups.
 #pragma once
 #include "attention/bf16_sm90/kinds.cuh"
 #include "ptx/arithmetic.cuh"

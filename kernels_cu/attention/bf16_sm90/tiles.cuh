@@ -1,6 +1,6 @@
-// Of bf16_sm90: which tiles of a list the producers copy (K::SKIPS). A producer calls load_first, which starts loads;
-// then, while these are under way, it copies Q; then `begin`. After that, for each pair: any_valid, find_more, and
-// take_tile for the next even and odd tile.
+// Part of bf16_sm90: which tiles of a list the producers copy (K::SKIPS). A producer calls load_first, which starts
+// loads; then, while these are under way, it copies Q; then `begin`. After that, for each pair: any_valid, find_more,
+// and take_tile for the next even and odd tile.
 #pragma once
 #include "attention/bf16_sm90/kinds.cuh"
 

@@ -1,4 +1,4 @@
-// Of bf16_sm90: O += P . V of a warpgroup's half of the columns.
+// Part of bf16_sm90: O += P . V of a warpgroup's half of the columns.
 #pragma once
 #include "attention/bf16_sm90/scores.cuh"
 

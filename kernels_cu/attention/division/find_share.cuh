@@ -107,7 +107,7 @@ __device__ __forceinline__ void find_share_early(const AttentionParams& p, int s
 // Finds a share where each item is divided into p.num_splits equal splits. All threads call.
 template <int THREADS>
 __device__ __forceinline__ void find_split_share(const AttentionParams& p, int share, Share<THREADS>& found) {
-    if (threadIdx.x < 2) (threadIdx.x == 0 ? found.begin : found.end) = split_boundary(p, share + threadIdx.x);
+    set_boundaries(found, share, [&](uint32_t n) { return split_boundary(p, n); });
     __syncthreads();
 }
 
@@ -115,8 +115,7 @@ __device__ __forceinline__ void find_split_share(const AttentionParams& p, int s
 template <int THREADS>
 __device__ __forceinline__ void find_whole_share(const AttentionParams& p, int share, Share<THREADS>& found) {
     const uint32_t items = p.num_queries * num_head_tiles(p);
-    auto boundary = [&](uint32_t n) { return Boundary{int(items * n / gridDim.x), 0}; };
-    if (threadIdx.x < 2) (threadIdx.x == 0 ? found.begin : found.end) = boundary(share + threadIdx.x);
+    set_boundaries(found, share, [&](uint32_t n) { return Boundary{int(items * n / gridDim.x), 0}; });
     __syncthreads();
 }
 

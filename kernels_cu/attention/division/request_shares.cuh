@@ -24,7 +24,7 @@ __device__ __forceinline__ void find_request_share(const DenseParams& p, int sha
             const int item = n / p.num_splits, split = n % p.num_splits;
             return {item, split == 0 ? 0 : ceil_div(pairs_at(query_of_item(p, item)) * split, p.num_splits)};
         };
-        if (threadIdx.x < 2) (threadIdx.x == 0 ? mine.begin : mine.end) = boundary(share + threadIdx.x);
+        set_boundaries(mine, share, boundary);
         __syncthreads();
     } else if (p.plan_filled > 0) {
         load_share(p, share, mine);

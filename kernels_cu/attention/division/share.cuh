@@ -37,6 +37,12 @@ struct Share {
     __device__ __forceinline__ bool ends(int item) const { return item != end.item; }
 };
 
+// Sets where a share begins and ends; boundary_of(n) is where share n begins. All threads must meet afterwards.
+template <int THREADS, typename BoundaryOf>
+__device__ __forceinline__ void set_boundaries(Share<THREADS>& found, int share, BoundaryOf boundary_of) {
+    if (threadIdx.x < 2) (threadIdx.x == 0 ? found.begin : found.end) = boundary_of(share + threadIdx.x);
+}
+
 __device__ __forceinline__ int query_of_item(const AttentionParams& p, int item) { return item % p.num_queries; }
 __device__ __forceinline__ int head_tile_of_item(const AttentionParams& p, int item) { return item / p.num_queries; }
 

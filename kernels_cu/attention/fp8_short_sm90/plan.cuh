@@ -1,4 +1,4 @@
-// Of fp8_short_sm90: constants and shared memory.
+// Part of fp8_short_sm90: constants and shared memory.
 #pragma once
 #include "attention/fp8_sm90/softmax.cuh"
 

@@ -1,4 +1,4 @@
-// Of fp8_short_sm90: Q becomes f16, in the order in which S^T takes its columns.
+// Part of fp8_short_sm90: Q becomes f16, in the order in which S^T takes its columns.
 #pragma once
 #include "attention/fp8_short_sm90/plan.cuh"
 

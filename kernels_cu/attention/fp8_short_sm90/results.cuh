@@ -1,4 +1,4 @@
-// Of fp8_short_sm90: the epilogue: denominators and output.
+// Part of fp8_short_sm90: the epilogue: denominators and output.
 #pragma once
 #include "attention/division/results.cuh"
 #include "attention/fp8_short_sm90/scores.cuh"

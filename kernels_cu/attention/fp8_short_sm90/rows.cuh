@@ -1,4 +1,4 @@
-// Of fp8_short_sm90: the rows of a CTA. Each warp copies the 16 rows of its S^T.
+// Part of fp8_short_sm90: the rows of a CTA. Each warp copies the 16 rows of its S^T.
 #pragma once
 #include "attention/fp8_short_sm90/plan.cuh"
 

@@ -1,4 +1,4 @@
-// Of fp8_short_sm90: S^T and P^T of a tile.
+// Part of fp8_short_sm90: S^T and P^T of a tile.
 #pragma once
 #include "attention/fp8_short_sm90/rows.cuh"
 

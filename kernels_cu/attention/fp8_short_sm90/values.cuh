@@ -1,4 +1,4 @@
-// Of fp8_short_sm90: O^T.
+// Part of fp8_short_sm90: O^T.
 #pragma once
 #include "attention/fp8_short_sm90/plan.cuh"
 

@@ -1,4 +1,4 @@
-// Of fp8_sm90, index lists: a work item's lines are heads of one query, so all lines see the same rows.
+// Part of fp8_sm90, index lists: a work item's lines are heads of one query, so all lines see the same rows.
 // request_lines.cuh has the same functions for dense attention.
 #pragma once
 #include "attention/fp8_sm90/marks.cuh"

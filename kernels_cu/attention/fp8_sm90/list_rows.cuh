@@ -1,5 +1,5 @@
-// Of fp8_sm90: how the producer warps find and copy the rows that index lists name. Tiles without a valid entry are
-// skipped.
+// Part of fp8_sm90: how the producer warps find and copy the rows that index lists name. Tiles without a valid entry
+// are skipped.
 #pragma once
 #include "attention/division/list_end.cuh"
 #include "attention/fp8_sm90/producer.cuh"

@@ -1,4 +1,4 @@
-// Of fp8_sm90: the marks with which producer warps tell the consumers about a stage.
+// Part of fp8_sm90: the marks with which producer warps tell the consumers about a stage.
 #pragma once
 #include "attention/fp8_sm90/plan.cuh"
 

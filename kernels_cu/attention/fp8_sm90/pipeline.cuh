@@ -1,4 +1,4 @@
-// Of fp8_sm90: a turn in the consumer warps, and the kernel's main function.
+// Part of fp8_sm90: a turn in the consumer warps, and the kernel's main function.
 #pragma once
 #include "attention/fp8_sm90/results.cuh"
 #include "ptx/fence.cuh"

@@ -1,4 +1,4 @@
-// Of fp8_sm90: constants, shared memory, thread roles, and the turns of a CTA.
+// Part of fp8_sm90: constants, shared memory, thread roles, and the turns of a CTA.
 #pragma once
 #include "attention/division/division.cuh"
 #include "attention/division/merge.cuh"

@@ -1,4 +1,4 @@
-// Of fp8_sm90: how the producer warps copy a tile's rows, and Q.
+// Part of fp8_sm90: how the producer warps copy a tile's rows, and Q.
 #pragma once
 #if DENSE
 #include "attention/fp8_sm90/request_lines.cuh"

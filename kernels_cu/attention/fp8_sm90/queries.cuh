@@ -1,4 +1,4 @@
-// Of fp8_sm90: Q becomes f16, in the order in which multiply_qk takes its columns.
+// Part of fp8_sm90: Q becomes f16, in the order in which multiply_qk takes its columns.
 #pragma once
 #if DENSE
 #include "attention/fp8_sm90/request_rows.cuh"

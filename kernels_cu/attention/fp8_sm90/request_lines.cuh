@@ -1,5 +1,5 @@
-// Of fp8_sm90, dense attention: a work item's lines are query tokens times heads of one request, which share its rows.
-// A causal token sees rows up to an end of its own; with a window only the last ones before that end.
+// Part of fp8_sm90, dense attention: a work item's lines are query tokens times heads of one request, which share its
+// rows. A causal token sees rows up to an end of its own; with a window only the last ones before that end.
 //
 //   rows     first_row                                    last_end - 1
 //   tiles    |    0    |    1    |    2    |    3    |    4    |

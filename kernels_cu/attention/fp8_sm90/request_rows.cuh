@@ -1,4 +1,4 @@
-// Of fp8_sm90, dense attention: how the producer warps copy a request's rows, which the block table names.
+// Part of fp8_sm90, dense attention: how the producer warps copy a request's rows, which the block table names.
 #pragma once
 #include "attention/fp8_sm90/producer.cuh"
 

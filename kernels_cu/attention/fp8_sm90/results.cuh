@@ -1,4 +1,4 @@
-// Of fp8_sm90: the epilogue. O^T becomes results, or a partial result; partial results are merged.
+// Part of fp8_sm90: the epilogue. O^T becomes results, or a partial result; partial results are merged.
 #pragma once
 #include "attention/division/results.cuh"
 #include "attention/fp8_sm90/chunks.cuh"

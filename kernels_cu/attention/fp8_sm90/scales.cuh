@@ -1,4 +1,4 @@
-// Of fp8_sm90: r and scale / r of rows (fp8_sm90.cu), and RoPE divided by r.
+// Part of fp8_sm90: r and scale / r of rows (fp8_sm90.cu), and RoPE divided by r.
 #pragma once
 #include "attention/fp8_sm90/queries.cuh"
 

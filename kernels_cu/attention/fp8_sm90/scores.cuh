@@ -1,4 +1,4 @@
-// Of fp8_sm90: S^T = K . Q^T.
+// Part of fp8_sm90: S^T = K . Q^T.
 #pragma once
 #include "attention/fp8_sm90/scales.cuh"
 #include "ptx/wgmma.cuh"

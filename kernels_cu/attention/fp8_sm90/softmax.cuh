@@ -1,4 +1,4 @@
-// Of fp8_sm90: the softmax of a tile. S^T becomes P^T; references rise where needed; scale / r is stored for the
+// Part of fp8_sm90: the softmax of a tile. S^T becomes P^T; references rise where needed; scale / r is stored for the
 // values.
 #pragma once
 #include "attention/fp8_sm90/scores.cuh"

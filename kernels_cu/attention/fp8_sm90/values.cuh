@@ -1,4 +1,4 @@
-// Of fp8_sm90: O^T += V^T . P^T.
+// Part of fp8_sm90: O^T += V^T . P^T.
 #pragma once
 #include "attention/fp8_sm90/softmax.cuh"
 

@@ -1,4 +1,4 @@
-// Of portable: the tiles of a query's index lists. Tiles without a valid entry are skipped.
+// Part of portable: the tiles of a query's index lists. Tiles without a valid entry are skipped.
 //
 //   tile of the split    0  1  2  3  4  5  6  7
 //   has a valid entry    x  x  -  -  x  -  x  -      tiles 0, 1, 4, 6 are marked; the loops count them as 0 .. 3

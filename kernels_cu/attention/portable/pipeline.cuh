@@ -1,4 +1,4 @@
-// Of portable: a split in the score warps and in the output warps, and the kernel's main function.
+// Part of portable: a split in the score warps and in the output warps, and the kernel's main function.
 #pragma once
 #include "attention/portable/results.cuh"
 #include "attention/portable/widen.cuh"

@@ -1,4 +1,4 @@
-// Of portable: constants, shared memory, and thread roles.
+// Part of portable: constants, shared memory, and thread roles.
 #pragma once
 #include "attention/division/find_share.cuh"
 #include "attention/division/turn.cuh"

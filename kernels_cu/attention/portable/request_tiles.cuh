@@ -1,4 +1,4 @@
-// Of portable, dense attention: the tiles of a request, whose rows the block table names. A work item's lines are
+// Part of portable, dense attention: the tiles of a request, whose rows the block table names. A work item's lines are
 // query tokens times heads of the request, which share its rows. All tiles are worked on. In a tile that some token
 // does not see in full, logits of rows that a line does not see become -inf.
 #pragma once

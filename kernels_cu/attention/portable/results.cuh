@@ -1,4 +1,5 @@
-// Of portable: the epilogue of a split. Score warps write statistics and the factors of O; then output warps write O.
+// Part of portable: the epilogue of a split. Score warps write statistics and the factors of O; then output warps
+// write O.
 //
 //   one split an item   its result is the item's
 //   equal splits        each writes a partial result for combine.cu

@@ -1,4 +1,4 @@
-// Of portable: how output warps look up and copy rows.
+// Part of portable: how output warps look up and copy rows.
 //
 // An output warp copies WARP_ROWS rows of each tile. It looks up the addresses of its rows of LOOKUP_TILES tiles at
 // once, a row a lane, and keeps them in shared memory. (Tile by tile, that chain of dependent instructions took longer

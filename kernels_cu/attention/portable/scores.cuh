@@ -1,4 +1,4 @@
-// Of portable: Q in registers and shared memory, and S = Q.K^T in the score warps.
+// Part of portable: Q in registers and shared memory, and S = Q.K^T in the score warps.
 //
 // A score warp multiplies its slice of the columns in steps of 16. The slice has two ranges: one of the first D_V
 // columns, and one of those behind. Then the warps of a group add their parts of S through shared memory. If a group

@@ -1,4 +1,4 @@
-// Of portable: the softmax in the score warps, in base 2. It turns S into P, in shared memory, and computes the
+// Part of portable: the softmax in the score warps, in base 2. It turns S into P, in shared memory, and computes the
 // factors that rescale O to new references.
 //
 // FOLDED: P is f16. An output warp, whose columns have one scale, multiplies P by the scale later (values.cuh).

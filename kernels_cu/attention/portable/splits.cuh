@@ -1,4 +1,4 @@
-// Of portable: the splits of a CTA, one after the other.
+// Part of portable: the splits of a CTA, one after the other.
 #pragma once
 #include "attention/portable/plan.cuh"
 #include "ptx/named_barrier.cuh"

@@ -1,4 +1,4 @@
-// Of portable: O += P.V in the output warps, all heads x 64 columns each.
+// Part of portable: O += P.V in the output warps, all heads x 64 columns each.
 //
 // FOLDED: a warp multiplies P by the scale of its columns and rounds the product to bf16. This rounding error is the
 // same in all columns under a scale, and with few rows errors do not average out. So a split of one tile multiplies

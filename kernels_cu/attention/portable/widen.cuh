@@ -1,4 +1,4 @@
-// Of portable: how output warps widen quantized rows to bf16. Each warp widens the rows that it has copied, once.
+// Part of portable: how output warps widen quantized rows to bf16. Each warp widens the rows that it has copied, once.
 //
 //   UE8M0 scales, NVFP4   times the scale, which is exact
 //   PLAIN_FP8             without scale, which is exact: the call's scale is a factor of logits and of the output
