@@ -1,6 +1,6 @@
 // The division of work that this file is compiled for (DIVISION, cupy_mla/cuda/attention): how the launch's work items
 // are dealt out to its CTAs. A CTA has turns (turn.cuh); in each turn it works on a split of an item. Every division
-// is a struct with the same members. They are called in this order:
+// is a struct with the members below. A kernel calls its functions in this order:
 //
 //   END               what is done with a turn's result (End)
 //   ONE_TURN          a CTA has one turn

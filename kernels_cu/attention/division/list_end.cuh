@@ -12,10 +12,10 @@ __device__ __forceinline__ uint32_t least_of(const int4& entries) {
     return min(min(uint32_t(entries.x), uint32_t(entries.y)), min(uint32_t(entries.z), uint32_t(entries.w)));
 }
 
-// The index of a list's last valid entry, or that of a later entry in the same tile; -1 if none is valid. Each of
-// `threads` threads, a power of two, has AT_ONCE loads in flight and searches from the list's end on. It stops when
-// its warp has found one: the caller takes the maximum over warps. Load is int32_t, or int4 if the list begins at a
-// multiple of 16 bytes and its length in memory is a multiple of four.
+// The index of a list's last valid entry, or of one at most three before it (in the same tile); -1 if none is valid.
+// Each of `threads` threads, a power of two, has AT_ONCE loads in flight and searches from the list's end on. A warp
+// stops when it has found one, so the caller takes the maximum over the warps. Load is int32_t, or int4 if the list
+// begins at a multiple of 16 bytes and its length in memory is a multiple of four.
 template <typename Load, int AT_ONCE>
 __device__ __forceinline__ int find_last(const int32_t* list, int length, uint32_t slots, int thread, int threads) {
     constexpr int WIDTH = sizeof(Load) / sizeof(int32_t);

@@ -17,8 +17,8 @@
 //   all_have_joined  before the team meets: whether this CTA sees that the others have started. Then it may wait
 //   meet_team        once its partial result is written: WAITS, or GONE if it may not wait. Those that wait do so
 //                    until all partial results are written. If none is gone, each merges its share of the output.
-//                    Else the first one that waits merges all of it. (One always waits: of any two CTAs at least one
-//                    sees that the other has started.)
+//                    Else the first one that waits merges all of it. (At least one waits: the CTA that joins last sees
+//                    all others.)
 //   leave_team       at the end: the last of those that waited clears the words
 //
 // Both ways give the same bits. The words hold the run's nonce, so that old contents of the memory mean nothing. They

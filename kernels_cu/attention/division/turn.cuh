@@ -19,7 +19,7 @@ struct WorkItem : Split {
 template <bool INTERLEAVED>
 struct TurnOf : WorkItem {
     int step, tile_count;
-    bool ends_item;  // no CTA, and no later turn, has a later split of the item
+    bool ends_item;  // no later turn, of this CTA or another one, has a later split of the item; END MEET: not used
 
     __device__ __forceinline__ int count() const { return INTERLEAVED ? tile_count : end - begin; }
     __device__ __forceinline__ int tile(int i) const { return begin + step * i; }

@@ -7,8 +7,8 @@
 #endif
 #include "ptx/arithmetic.cuh"
 
-// Column blocks 2 n and 2 n + 1 of Q hold columns 128 n .. 128 n + 127. If they "are alone", each has 64 neighbouring
-// columns; else their columns alternate.
+// Column blocks 2 n and 2 n + 1 of Q hold columns 128 n .. 128 n + 127. If the blocks "are alone", each has 64
+// neighbouring columns; else they take 16 columns in turn.
 __device__ __forceinline__ bool are_alone(int n) { return PAIRED || n >= D_NOPE / 128; }
 
 // The order of columns. In multiply_qk thread t of a quad loads 16 neighbouring items of a row. It uses items 4 i + e
