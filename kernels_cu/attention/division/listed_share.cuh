@@ -69,9 +69,9 @@ __device__ __forceinline__ void find_listed_share(const AttentionParams& p, int 
         return;
     }
     if (!lengths && (p.extra.topk > 0 || p.num_queries > MAX_PLANNED_QUERIES || p.main.topk <= 2 * TILE_ROWS)) return;
-    const ListsHint look = divided_alike(p) ? probe_lists<THREADS>(p) : ListsHint::OTHER;
-    if (look == ListsHint::FULL) return;
-    if (look == ListsHint::FEW) {
+    const ListsHint hint = divided_alike(p) ? probe_lists<THREADS>(p) : ListsHint::OTHER;
+    if (hint == ListsHint::FULL) return;
+    if (hint == ListsHint::FEW) {
         find_whole_share(p, share, found);
         return;
     }

@@ -142,23 +142,26 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
         for (int i = 0; i < AHEAD; ++i) {
             const int n = first + i, tile = w.tile(n);
             if (n > count) break;
-            const bool copied = has_valid(entries[i], slots.of(w, tile));  // false after the split's last tile
+            const bool has_rows = has_valid(entries[i], slots.of(w, tile));  // false after the split's last tile
             const AnyRow row = row_of_entry(p, w, tile, entries[i][0], slots.of(w, tile));
             load_entries(i, n + AHEAD);
-            auto know_end = [&] {  // takes over the end that the consumers found, once the first copies have started
+            // Takes the end that the consumers have found. Called once the first copies have started.
+            auto adopt_end = [&] {
                 if (!CONSUMERS_FIND_ENDS || i > 0 || n > 0 || w.turn >= FIRST_TURNS) return;
                 mbarrier_wait(shared_address(&small().ends_known), 0);
                 count = count_to_end(w, lane, small().first_ends[w.turn]);
             };
-            if (!copied) {
-                know_end();
+            // A tile without rows is skipped. But at the end of the split it is sent, unless the tile before has said
+            // that none follows.
+            if (!has_rows) {
+                adopt_end();
                 if (n < count || ended) continue;
             }
             // The consumers take tiles in units (UNIT_TILES). If the number of tiles is odd, an empty tile completes
             // the last unit.
             const bool completes = UNIT_TILES == 1 || (stage - w.stage) % UNIT_STAGES != 0;
             copy_tile(row, 1, tile >= w.main_tiles, stage, warp, lane, [&] {
-                if (copied) know_end();
+                if (has_rows) adopt_end();
                 const bool is_tile = n < count || (UNIT_TILES > 1 && completes);
                 ended = completes && n + 1 >= count;
                 const bool last_of_warpgroup = UNIT_TILES > 1 && completes ? ended : n + 2 >= count;
@@ -167,6 +170,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             stage += TILE_STAGES;
         }
         const int next = first + AHEAD;
+        // AHEAD tiles without rows, and nobody has looked for the split's end: it may be near, so find it now.
         if (!CONSUMERS_FIND_ENDS && stage == stage_before && next < count && count == w.count()) {
             find_count();
             count = max(count, next);
