@@ -38,8 +38,7 @@ struct QColumns {
         sync_cta();
         float max = rest().q_max[r.lane % WARPS];
         max = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(max)));
-        const int exponent = int(__float_as_uint(max) >> 23) - 127;
-        const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // infinities stay infinite
+        const int shift = q_shift(max);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
             store_q(swizzled(shared_address(shared) + Q_AT, head(r, i), 4 * half(r)), block(r), of[i],

@@ -57,12 +57,8 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& p, const Role
     const uint32_t valid = rest().valid[4 * r.warpgroup + r.warp];
     if (!all_rows_visible(valid)) mask_rows(p, r, 0, valid, logit_scale < 0.0f ? INF : -INF, s);
     store_ratios(r, scales, rest().ratio[r.warpgroup]);
-    const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact: r is a power of two
     float tops[OWN_HEADS];
-#pragma unroll
-    for (int c = 0; c < OWN_HEADS; ++c)
-        tops[c] =
-            fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0], s[element(1, c)] * scales.logit[1] + log2_r[1]);
+    find_tops(scales, s, tops);
     write_across(r, tops, [](float x, float y) { return fmaxf(x, y); }, [](float x) { return rows_max(x); });
     find_references();
     store_p_of_tile(r, scales, s);

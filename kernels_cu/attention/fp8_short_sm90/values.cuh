@@ -1,6 +1,7 @@
 // Part of fp8_short_sm90: O^T.
 #pragma once
 #include "attention/fp8_short_sm90/plan.cuh"
+#include "attention/fp8_sm90/values.cuh"
 
 // A thread's part of O^T. Warpgroup w has column blocks 2 w and 2 w + 1. Rows g and g + 8 of a warp's 16 accumulator
 // rows are its columns 2 g and 2 g + 1.
@@ -23,16 +24,11 @@ __device__ __forceinline__ RowColumns load_row_columns(const Role& r, uint32_t r
     for (int v = 0; v < 2; ++v) c.ratio[v] = load_shared_8(ratios + 2 * TILE_ROWS * v);
     return c;
 }
-__device__ __forceinline__ void widen(uint32_t bytes, uint32_t ratio, uint32_t& even, uint32_t& odd) {
-    e4m3x4_to_f16x2(__byte_perm(bytes, 0, 0x3120), even, odd);
-    even = multiply_f16x2(even, ratio);
-    odd = multiply_f16x2(odd, ratio);
-}
 __device__ __forceinline__ void widen_row_columns(const Role& r, const RowColumns& c, uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
-        widen(c.bytes[2 * v], c.ratio[v].x, a[v][0], a[v][1]);
-        widen(c.bytes[2 * v + 1], c.ratio[v].y, a[v][2], a[v][3]);
+        widen_pair(c.bytes[2 * v], c.ratio[v].x, a[v][0], a[v][1]);
+        widen_pair(c.bytes[2 * v + 1], c.ratio[v].y, a[v][2], a[v][3]);
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n)

@@ -103,6 +103,12 @@ __device__ __forceinline__ float logit_scale_of(const AttentionParams& p, float 
     return scale == 0.0f ? 0x1p-120f : scale;  // times -inf that is still -inf
 }
 
+// The exponent of the power of two that brings a Q, whose largest magnitude is `max`, to 2^13 .. 2^14.
+__device__ __forceinline__ int q_shift(float max) {
+    const int exponent = int(__float_as_uint(max) >> 23) - 127;
+    return exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // infinities stay infinite
+}
+
 // Turns Q in shared memory into f16 in the order of multiply_qk, in its place. Returns the factor of logits.
 __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, const TurnInfo& w, const Role& r) {
     static_assert(Q_BLOCKS * 64 == D_QK && (NINTH || Q_BLOCKS == 8), "");
@@ -134,8 +140,7 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, cons
     float max = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) max = fmaxf(max, small().q_max[i]);
-    const int exponent = int(__float_as_uint(max) >> 23) - 127;
-    const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // infinities stay infinite
+    const int shift = q_shift(max);
     // Heads that do not exist: whatever is in their space becomes zeros or NaN, and neither raises a reference.
     const uint32_t factor = is_there ? power_of_two_bf16x2(shift + 127) : 0;
     const uint32_t line = swizzled(shared_address(shared) + Q_AT, part.head, 4 * part.half);

@@ -31,16 +31,22 @@ __device__ __forceinline__ int sum_head(const Role& r, int c) {
     return SUMS == OWN_HEADS ? r.head(c) : 2 * r.lane + c;
 }
 
-// Rare: raises references to the tile's largest logit + log2 r, minus HEADROOM. O^T and the sums so far must then be
-// multiplied by `factor`.
-__device__ __forceinline__ void raise_references(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
-    Small& sm = small();
+// The largest logit + log2 r of a thread's two rows, for each of its heads.
+__device__ __forceinline__ void find_tops(const RowScales& scales, const float (&s)[HEADS / 2],
+                                          float (&tops)[OWN_HEADS]) {
     const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact: r is a power of two
-    float tops[OWN_HEADS];
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c)
         tops[c] =
             fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0], s[element(1, c)] * scales.logit[1] + log2_r[1]);
+}
+
+// Rare: raises references to the tile's largest logit + log2 r, minus HEADROOM. O^T and the sums so far must then be
+// multiplied by `factor`.
+__device__ __forceinline__ void raise_references(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
+    Small& sm = small();
+    float tops[OWN_HEADS];
+    find_tops(scales, s, tops);
     combine_lanes(r, tops, [](float x, float y) { return fmaxf(x, y); });
 #pragma unroll
     for (int c = 0; c < SUMS; ++c) {
