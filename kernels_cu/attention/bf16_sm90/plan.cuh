@@ -82,6 +82,8 @@ constexpr __device__ bool has_rope(int tile, int region) { return P_OVER_ROPE &&
 // How tiles without a valid entry are skipped: not at all; single tiles are marked before they are copied; or the
 // producer warps vote on each pair.
 enum class Skips { NONE, MARKED, VOTED };
+// What the consumers are told of a pair: more pairs may follow; it is the last one; or it is no pair, and the work
+// item has ended with the one before.
 enum Follows { MORE = 0, LAST = 1, ENDED = 2 };
 
 // Whether the `full` barrier of this region also covers the validity of the tile's rows. The warpgroup that computes S

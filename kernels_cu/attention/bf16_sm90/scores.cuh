@@ -16,7 +16,7 @@ struct Softmax {
 };
 
 // Every KEPT_Q_PERIOD-th step of k has its part of Q in registers, so that only K is read from shared memory there:
-// steps KEPT_Q_PERIOD - 1, 2 KEPT_Q_PERIOD - 1, ...
+// steps KEPT_Q_PERIOD - 1, 2 KEPT_Q_PERIOD - 1, ..., KEPT_Q_STEPS of them.
 constexpr int KEPT_Q_PERIOD = 4;
 
 template <int N>

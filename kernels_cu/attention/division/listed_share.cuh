@@ -6,7 +6,7 @@
 #pragma once
 #include "attention/division/find_share.cuh"
 
-// What two entries of each main list tell, or its length: all lists are full, or none has more than FEW_PAIRS pairs.
+// What two entries of each main list tell, or its length: all are full, or none has more than FEW_PAIRS pairs.
 enum class ListsHint { FULL, FEW, OTHER };
 constexpr int FEW_PAIRS = 2;
 template <int THREADS>
