@@ -35,7 +35,7 @@ constexpr int SCALE_COLUMNS = NUM_SCALES > 0 ? SCALE_TILE : 8;
 static_assert(WARP_ROWS <= ROWS_AT_ONCE && (ALL_WARPS_GET_SUMS || (GROUP_TILES == 2 && SLICES == 2)), "");
 static_assert(!FOLDED || NUM_SCALES == 4, "a score warp has one scale or two");
 
-// --- what was measured to be faster in some variants ------------------------------------------------------------
+// --- variants that measurements chose ---------------------------------------------------------------------------
 
 // P.V of a tile begins once S of the next tile is multiplied, so that the two do not slow each other.
 constexpr bool PV_AFTER_NEXT_QK = !QUANTIZED && TILE_ROWS > 16 && HEADS == 64;
