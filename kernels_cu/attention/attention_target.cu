@@ -1,10 +1,10 @@
-// What the indexer's scores are drawn to: the attention's weights, summed over a token's heads.
+// The target of the indexer's loss: the attention's weights, summed over a token's heads.
 //
 //   grid   x token
 //   CTA    the token's heads in blocks of HEADS, one after the other; for each, the rows of its list (head_scores.cuh)
 //
-//   S = rows.Q^T in registers -> P = sigma * exp2(S * scale - lse) -> summed over the heads in a lane, then over a quad:
-//   each lane is left with one entry, whose sum it writes, and adds the next block's to.
+//   S = rows.Q^T in registers -> P = sigma * exp2(S * scale - lse) -> summed over a lane's heads, then over a quad.
+//   Each lane is left with one entry. It writes that sum; sums of the next head blocks are added to it.
 //
 // Shared memory, bytes: 2 * HEADS * D_QK, and 8 a head. 64 heads of 576: 74,240.
 #include "attention/head_scores.cuh"

@@ -1,26 +1,27 @@
-// The backward of sparse attention on mma.sync, for every GPU from sm_80 on: dQ, and what a query contributes to the
-// gradient of each of its rows. backward_lists.cu has sorted its list; backward_rows.cu adds up what rows get.
+// The backward of sparse attention on mma.sync, for every GPU from sm_80 on. It computes dQ, and what a query
+// contributes to the gradient of each of its rows. Before it, backward_lists.cu has sorted the query's list; after it,
+// backward_rows.cu adds up the contributions to each row.
 //
 //   grid   x query * head blocks + head block
-//   CTA    8 warps: a query, HEADS heads, all its rows in tiles of TILE_ROWS. Q and dO lie in shared memory; so does a
-//          tile of rows at a time, which are K and, with their first D_V columns, V.
+//   CTA    8 warps: a query, HEADS heads, all its rows in tiles of TILE_ROWS. Shared memory holds Q, dO, and one tile
+//          at a time. The tile's rows are K; their first D_V columns are V.
 //
 //   wait for the tile
 //   warps 0-3  S = Q.K^T             warps 4-7  dP = dO.V^T
 //                  <--- dP, float32, through shared memory
-//              P = exp2(S * scale - lse),  dS = sm_scale * P * (sigma * dP + e);  dS and sigma * P to shared memory, bf16
+//              P = exp2(S * scale - lse),  dS = sm_scale * P * (sigma * dP + e);  stored: dS, sigma * P as bf16
 //   all warps  dQ += dS.K            a warp has all heads x 64 + 8 columns
-//   copies of the next tile begin
-//   all warps  C = dS^T.Q + (sigma * P)^T.dO    all rows of the tile x 64 + 8 columns; written as bf16
+//   start copies of the next tile
+//   all warps  C = dS^T.Q + (sigma * P)^T.dO    contributions of all rows x 64 + 8 columns, written as bf16
 //
-// sigma and e are numbers of a head: sigma = 1 / (1 + exp(sink - lse)), e = d_lse - sigma * sum(out * dO). They are found
-// while the first tile comes.
+// Each head has two numbers: sigma = 1 / (1 + exp(sink - lse)), e = d_lse - sigma * sum(out * dO). They are computed
+// while the first tile is copied.
 //
-// Rows beyond the list's end are zeros, and so is their P. Heads beyond the last one are zeros, their lse is infinite.
-// Sums over rows, columns and heads have one order, so bits follow from the query's own arguments.
+// Rows beyond the list's end are zeros, and so is their P. Heads beyond the last are zeros, and their lse is infinite.
+// Sums over rows, columns and heads have a fixed order, so a query's bits depend on its own arguments only.
 //
-// Shared memory, bytes: Q 2 * HEADS * D_QK, dO 2 * HEADS * D_V, a tile 2 * TILE_ROWS * D_QK; dP 4, dS and P 2 each, times
-// HEADS * TILE_ROWS; 12 * HEADS. 64 heads of 576: with 16 rows 166,656, with 32 rows 193,280.
+// Shared memory, bytes: Q 2 * HEADS * D_QK, dO 2 * HEADS * D_V, a tile 2 * TILE_ROWS * D_QK; dP 4, dS and P 2 each,
+// times HEADS * TILE_ROWS; 12 * HEADS. 64 heads of 576: with 16 rows 166,656, with 32 rows 193,280.
 #include "attention/backward.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/matrix.cuh"
@@ -53,13 +54,14 @@ __device__ __forceinline__ uint32_t chunk_of(int at, int line, int chunk) {
     return shared_address(shared) + at + line * BYTES + swizzle(line, chunk);
 }
 
-// The address of 8 rows of a head in dS or P, whose lines are short: eight neighbouring lines meet all banks.
+// The address of 8 rows of a head in dS or P. Their lines are short; eight neighbouring lines hit all banks.
 __device__ __forceinline__ uint32_t weights_of(int at, int head, int chunk) {
     constexpr int BYTES = 2 * TILE_ROWS, CHUNKS = BYTES / 16;
     return shared_address(shared) + at + head * BYTES + (chunk ^ (head / (8 / CHUNKS) % CHUNKS)) * 16;
 }
 
-// Start to copy LINES lines of BYTES bytes, each by as many threads. `from(line)`: null for zeros.
+// Starts to copy LINES lines of BYTES bytes; an equal number of threads copies each line. `from(line)` is a line's
+// address, null for zeros.
 template <int LINES, int BYTES, typename From>
 __device__ __forceinline__ void bring(int at, bool aligned, From from) {
     constexpr int TOGETHER = THREADS / LINES;
@@ -129,7 +131,7 @@ __device__ __forceinline__ void multiply_scores(int lines_at, int head, int row,
     }
 }
 
-// S or dP of a tile, and from both dS and sigma * P, in shared memory.
+// Computes S and dP of a tile, and from them dS and sigma * P in shared memory.
 __device__ __forceinline__ void find_weights(const BackwardParams& p, const Item& item, int tile) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int part = warp % 4, head = part % M_TILES * 16, row = part / M_TILES * SCORE_TILES * 8;
@@ -166,7 +168,8 @@ __device__ __forceinline__ void find_weights(const BackwardParams& p, const Item
     __syncthreads();
 }
 
-// B operands of n tiles j and j + 1 of the warp's columns, from 16 lines of k. Of RoPE's one tile: twice the same.
+// Loads B operands of n tiles j and j + 1 of the warp's columns, for 16 lines of k. RoPE has one n tile, which is
+// loaded twice.
 template <int BYTES>
 __device__ __forceinline__ void load_columns(int at, int line, int j, uint32_t (&b)[4]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -197,13 +200,13 @@ __device__ __forceinline__ void multiply_dq(Gradient& dq) {
     }
 }
 
-// The A operand of dS^T or P^T: 16 rows from 16 * `m` on, 16 heads from `head` on.
+// Loads the A operand of dS^T or P^T: 16 rows from 16 * `m` on, 16 heads from `head` on.
 __device__ __forceinline__ void load_transposed(int at, int m, int head, uint32_t (&a)[4]) {
     const int lane = threadIdx.x % 32;
     ldmatrix_x4_trans(a, weights_of(at, head + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2));
 }
 
-// C of the tile's rows from 16 * `m` on, which are written where the list has them.
+// Computes C of the tile's rows 16 * `m` .. + 15, and writes it for rows that the list has.
 __device__ __forceinline__ void contribute(const BackwardParams& p, const Item& item, int tile, int m) {
     float c[TILES][4];
 #pragma unroll

@@ -1,4 +1,5 @@
-// What the backward's kernels share that work on a query: their parameter, its heads' numbers, and how results are stored.
+// What backward.cu and backward_sm90.cu share: their parameter struct, the numbers of heads, and how results are
+// stored.
 #pragma once
 #include "ptx/arithmetic.cuh"
 #include "rows/chunk.cuh"
@@ -20,7 +21,7 @@ struct BackwardParams {
     const float* d_lse;     // the same, or null
     const float* sink;      // [h_q], or null
     const int32_t* rows;    // [queries, topk] valid entries
-    const int32_t* counts;  // [queries] how many they are
+    const int32_t* counts;  // [queries] their number
     void* dq;               // [queries, h_q, D_QK] float32 or bfloat16
     bf16* contributions;    // [queries, topk, blocks, D_QK]
     float* sink_terms;      // [queries, h_q]: what is subtracted from a sink's gradient; or null
@@ -31,7 +32,7 @@ struct BackwardParams {
     int32_t wide;             // dq is float32
     int32_t aligned;          // rows of q, kv, out and dout start at multiples of 16 bytes
     int32_t aligned_dq;       // rows of dq allow stores of two values
-    int32_t lines_dq;         // they are bfloat16, and allow stores of 16 bytes
+    int32_t lines_dq;         // rows of dq are bfloat16 and allow stores of 16 bytes
 };
 
 // A CTA's query, its block of HEADS heads, and the query's valid entries.
@@ -54,13 +55,13 @@ struct Item {
         const int head = first_head + line;
         return head < p.h_q ? p.dout + query * p.dout_token + head * p.dout_head : nullptr;
     }
-    // Where the values of an entry's contribution stand that come from the block's heads.
+    // Where this head block's contribution to an entry's row is stored.
     __device__ __forceinline__ bf16* contribution(const BackwardParams& p, int entry) const {
         return p.contributions + ((int64_t(query) * p.topk + entry) * p.blocks + block) * D_QK;
     }
 };
 
-// The dot product of eight packed values each.
+// The dot product of eight packed values.
 __device__ __forceinline__ float dot(const Vec16& a, const Vec16& b) {
     const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
     float sum = 0.0f;
@@ -69,13 +70,14 @@ __device__ __forceinline__ float dot(const Vec16& a, const Vec16& b) {
     return sum;
 }
 
-// Numbers of the CTA's heads. P of a head whose lse is infinite is 0.
+// The numbers of the CTA's heads (backward.cu). P of a head is 0 if its lse is infinite.
 struct HeadNumbers {
     float lse[HEADS], sigma[HEADS], e[HEADS];  // lse in base 2
 };
 
-// Find the numbers of every head, a warp a head, with the loads of AT_ONCE under way; leave what the sinks' gradient
-// needs. `dout(line, chunk)` reads a 16-byte chunk of dO; `aligned`: rows of out start at multiples of 16 bytes.
+// Computes the numbers of every head, a warp a head, with the loads of AT_ONCE heads in flight. Also writes the head's
+// term of the sink's gradient. `dout(line, chunk)` loads a 16-byte chunk of dO. `aligned`: rows of out start at
+// multiples of 16 bytes.
 template <typename Dout>
 __device__ __forceinline__ void find_head_numbers(const BackwardParams& p, const Item& item, HeadNumbers& numbers,
                                                   bool aligned, Dout dout) {
@@ -117,14 +119,14 @@ __device__ __forceinline__ void find_head_numbers(const BackwardParams& p, const
     }
 }
 
-// A query without a row leaves 0 for the sinks' gradient.
+// Writes 0 as the sink terms of a query without rows.
 __device__ __forceinline__ void leave_no_terms(const BackwardParams& p, const Item& item) {
     const int head = item.first_head + threadIdx.x;
     if (p.sink_terms != nullptr && threadIdx.x < HEADS && head < p.h_q)
         p.sink_terms[int64_t(item.query) * p.h_q + head] = 0.0f;
 }
 
-// P, and from it dS and sigma * P, of a logit and dP; all 0 where there is no row, whose P may be infinite.
+// dS and sigma * P of a logit and its dP. Both are 0 where there is no row, whose P might be infinite.
 struct Weights {
     float ds, p;
 };
@@ -134,7 +136,7 @@ __device__ __forceinline__ Weights weights_from(const BackwardParams& p, bool th
     return {p.scale * probability * (sigma * dp + e), sigma * probability};
 }
 
-// Two neighbouring values of dQ of a head of the CTA.
+// Stores two neighbouring values of dQ of a head of the CTA.
 __device__ __forceinline__ void store_dq(const BackwardParams& p, const Item& item, int line, int column, float x,
                                          float y) {
     const int64_t at = item.query * p.dq_token + (item.first_head + line) * p.dq_head + column;

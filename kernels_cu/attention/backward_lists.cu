@@ -1,12 +1,13 @@
-// Sorts the valid entries of index lists, ascending, for the backward: a row's gradient is then a sum over queries in
-// their order, and every query's entries of a range of rows stand side by side.
+// Sorts the valid entries of index lists in ascending order, for the backward. Then all entries of a query in a range
+// of rows are neighbours, and a row's gradient can be summed in the order of the queries.
 //
 //   grid   x query
-//   CTA    256 threads; a radix sort, BITS bits of the row number a pass. Each warp counts the digits of its part of the
-//          list, the counts give the entries their places, and it puts them there; entries of a digit stay in order.
+//   CTA    256 threads; a radix sort with BITS bits of the row number a pass. Each warp counts the digits of its part
+//          of the list. The counts give the entries their places, and the warp stores them there. Entries of a digit
+//          keep their order.
 //
-// The first pass reads the caller's list and leaves out what is no row. The last one writes `rows`, those before write
-// `rows` and `spare` in turn. With PLACES an entry's place in the caller's list goes with it.
+// The first pass reads the caller's list and drops invalid entries. The last pass writes `rows`; earlier passes write
+// `rows` and `spare` alternately. PLACES: each entry carries its place in the caller's list.
 #include "tile/warp.cuh"
 
 constexpr int BITS = 8, DIGITS = 1 << BITS, THREADS = DIGITS, WARPS = THREADS / 32;
@@ -18,7 +19,7 @@ struct BackwardListsParams {
     const uint8_t* counted;  // [queries] whether the query's entries count, or null
     int32_t* rows;           // [queries, topk]
     int32_t* spare;          // the same
-    int32_t* places;         // [queries, topk] where in its list an entry stood; with PLACES
+    int32_t* places;         // [queries, topk] each entry's place in the caller's list; with PLACES
     int32_t* spare_places;   // the same
     int32_t* counts;         // [queries] valid entries
     int32_t* starts;         // [queries, ranges + 1] where each range of RANGE_ROWS rows begins in `rows`
@@ -26,21 +27,10 @@ struct BackwardListsParams {
     int32_t topk, s_kv, passes, ranges;
 };
 
-__shared__ int firsts[WARPS][DIGITS];  // of a warp's entries of a digit
+__shared__ int firsts[WARPS][DIGITS];  // counts, then next places, of a warp's entries of each digit
 __shared__ int warp_sums[WARPS];
 
-// The lanes whose entries have the same digit as this lane's. (match.any looks at one digit after the other.)
-__device__ __forceinline__ uint32_t alike(bool here, int digit) {
-    uint32_t lanes = __ballot_sync(~0u, here);
-#pragma unroll
-    for (int bit = 1; bit < DIGITS; bit *= 2) {
-        const uint32_t set = __ballot_sync(~0u, digit & bit);
-        lanes &= digit & bit ? set : ~set;
-    }
-    return lanes;
-}
-
-// Calls act(valid, entry, its number, digit) for the entries of this warp's part of a list, all lanes together.
+// Calls act(valid, entry, index, digit) for the entries of this warp's part of a list, all lanes together.
 template <typename Do>
 __device__ __forceinline__ void for_each_entry(const int32_t* list, int count, int s_kv, int shift, Do act) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -52,7 +42,7 @@ __device__ __forceinline__ void for_each_entry(const int32_t* list, int count, i
     }
 }
 
-// Entries, and where in the caller's list they stood; null: in this order.
+// Entries and their places in the caller's list. `places` null: the entries are the caller's list.
 struct List {
     const int32_t *entries, *places;
 };
@@ -60,7 +50,7 @@ struct Sorted {
     int32_t *entries, *places;
 };
 
-// One pass over `count` entries; returns how many are valid.
+// One pass over `count` entries. Returns how many are valid.
 __device__ __forceinline__ int sort_by_digit(const List& from, int count, int s_kv, int shift, const Sorted& to) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int digit = lane; digit < DIGITS; digit += 32) firsts[warp][digit] = 0;
@@ -81,7 +71,7 @@ __device__ __forceinline__ int sort_by_digit(const List& from, int count, int s_
     }
     __syncthreads();
     for_each_entry(from.entries, count, s_kv, shift, [&](bool valid, int entry, int at, int digit) {
-        const uint32_t same = alike(valid, digit), earlier = same & ((1u << lane) - 1);
+        const uint32_t same = lanes_with_same<DIGITS>(valid, digit), earlier = same & ((1u << lane) - 1);
         const int first = firsts[warp][digit];
         __syncwarp();
         if (valid && earlier == 0) firsts[warp][digit] = first + __popc(same);
@@ -114,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_lists(const __gri
     const int last = count > 0 ? rows.entries[count - 1] / RANGE_ROWS : p.ranges;
     for (int range = threadIdx.x; range <= p.ranges; range += THREADS)
         if (range <= first || range > last) starts[range] = range <= first ? 0 : count;
-    // Ranges that an entry is the first one of, or the first one behind.
+    // Ranges between the first entry's and the last one's: each begins at the first entry whose row is in it or behind
+    // it.
     for (int at = threadIdx.x + 1; at < count; at += THREADS)
         for (int range = rows.entries[at - 1] / RANGE_ROWS + 1; range <= rows.entries[at] / RANGE_ROWS; ++range)
             starts[range] = at;

@@ -1,21 +1,21 @@
-// Adds up what queries contribute to the gradients of rows: the last kernel of a chunk of queries in the backward, and in
-// the gradients of the indexer's loss.
+// Adds up what queries contribute to the gradients of rows. It is the last kernel for a chunk of queries, in the
+// backward of attention and in that of the indexer's loss.
 //
 //   grid   x range of RANGE_ROWS rows
 //   CTA    a warp a row, whose lanes own D_QK / 32 columns each; their sums are float32 in registers
 //
-// For THREADS queries at a time, each thread finds where its query's list enters the range and leaves it. The
-// contributions to the range that they have together, in the order of the queries, are listed in shared memory, LISTED
-// at a time. Each warp picks those to its row from the list and adds them one after the other, with the loads of AT_ONCE
-// under way. So a sum is always taken in the same order, wherever a chunk begins.
+// The CTA takes THREADS queries at a time; each thread finds where its query's sorted list enters the range and where
+// it leaves it. All contributions to the range are then listed in shared memory in the order of the queries, LISTED at
+// a time. Each warp picks those to its row from the list, and adds them one after the other, with the loads of AT_ONCE
+// in flight. So a sum always has the same order, wherever a chunk of queries begins.
 //
-// Columns of contributions lie as contributions.cuh says.
+// The order of a contribution's columns: tile/contributions.cuh.
 #include "ptx/convert.cuh"
 #include "tile/contributions.cuh"
 #include "tile/warp.cuh"
 
 constexpr int THREADS = 32 * RANGE_ROWS, LISTED = 1024, AT_ONCE = 4;
-constexpr int VECTORS = D_QK / 256, REST = D_QK % 256 / 32;  // a lane's values: eight a vector, and what is left
+constexpr int VECTORS = D_QK / 256, REST = D_QK % 256 / 32;  // a lane's values: vectors of eight, and the rest
 constexpr int VALUES = 8 * VECTORS + REST;
 static_assert(REST == 0 || REST == 2 || REST == 4, "");
 
@@ -24,7 +24,7 @@ struct BackwardRowsParams {
     const bf16* contributions;         // [queries, topk, blocks, D_QK]
     const int32_t* rows;               // [queries, topk], ascending
     const int32_t* starts;             // [queries, ranges + 1]
-    const float* total;                // [s_kv, D_QK] what there is already, or null
+    const float* total;                // [s_kv, D_QK] the sum of earlier chunks, or null
     void* out;                         // [s_kv, D_QK] float32 or bfloat16
     int64_t total_stride, out_stride;  // items
     int32_t queries, topk, blocks, ranges, s_kv;
@@ -38,7 +38,7 @@ struct Item {
 __shared__ Item items[LISTED];
 __shared__ int warp_sums[RANGE_ROWS];
 
-// Where a lane's value i lies in a contribution.
+// The index in a contribution of a lane's value i.
 __device__ __forceinline__ int place_of(int i, int lane) {
     return i < 8 * VECTORS ? i / 8 * 256 + 8 * lane + i % 8 : 256 * VECTORS + REST * lane + i % 8;
 }
@@ -64,7 +64,7 @@ __device__ __forceinline__ Values load_values(const BackwardRowsParams& p, int c
     return v;
 }
 
-// Add the listed contributions to this warp's row.
+// Adds the listed contributions to this warp's row.
 __device__ __forceinline__ void add_listed(const BackwardRowsParams& p, int count, int lane, float (&sums)[VALUES]) {
     const int row = threadIdx.x / 32;
 #pragma unroll 1
@@ -89,7 +89,7 @@ __device__ __forceinline__ void add_listed(const BackwardRowsParams& p, int coun
     }
 }
 
-// Two neighbouring sums from and to memory.
+// Loads and stores of two neighbouring sums.
 __device__ __forceinline__ float2 load_two(const float* from, bool aligned) {
     return aligned ? *reinterpret_cast<const float2*>(from) : make_float2(from[0], from[1]);
 }
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_rows(const __grid
             add_listed(p, min(total - from, LISTED), lane, sums);
             __syncthreads();
         }
-        __syncthreads();  // before warp_sums are written again
+        __syncthreads();  // warp_sums are read before they are written again
     }
     if (row >= p.s_kv) return;
 #pragma unroll

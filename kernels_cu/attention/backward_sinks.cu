@@ -1,7 +1,7 @@
-// The gradient of the attention sinks: d_sink[h] = - sum over queries of what backward.cu has left for the head.
+// The gradient of the attention sinks: d_sink[h] = - the sum over queries of the terms that backward.cu has written.
 //
 //   grid   x 32 heads
-//   CTA    32 warps; a lane has a head, a warp every 32nd query
+//   CTA    32 warps; a lane has one head, a warp every 32nd query
 #include "ptx/types.cuh"
 
 constexpr int WARPS = 32, THREADS = 32 * WARPS;

@@ -1,8 +1,9 @@
-// The backward of sparse attention on Hopper, by wgmma: what backward.cu does, 64 heads and tiles of 64 rows at a time.
+// The backward of sparse attention on Hopper, on wgmma: it computes what backward.cu does, with 64 heads and tiles of
+// 64 rows.
 //
 //   grid   x query * head blocks + head block
-//   CTA    three warpgroups: a query, 64 heads, all its rows. Q and dO lie in shared memory; so does a tile of rows at a
-//          time, which are K and, with their first D_V columns, V.
+//   CTA    three warpgroups: a query, 64 heads, all its rows. Shared memory holds Q, dO, and one tile at a time. The
+//          tile's rows are K; their first D_V columns are V.
 //
 //   warpgroup 0 (consumer)              warpgroup 1 (consumer)              warpgroup 2 (producer)
 //     S = Q.K^T       m64n64k16           dP = dO.V^T    m64n64k16            Q and dO, then rows of each tile by
@@ -13,16 +14,17 @@
 //     C = dS^T.Q + (sigma * P)^T.dO, 64 columns at a time  m64n64k16
 //       columns 0 .. 255, RoPE's            columns 256 .. 511
 //
-// C of 64 columns is written while the next 64 are multiplied. S and dP change hands as float32, where dS and P go after.
-// At the end dQ as bfloat16 goes to memory through the tile's place, so that lines of 128 bytes are written.
+// C of 64 columns is written while the next 64 are multiplied. S and dP are exchanged as float32, in the space that dS
+// and P take afterwards. At the end a bfloat16 dQ goes through the tile's space, so that lines of 128 bytes are
+// written.
 //
-//   heads_full    Q and dO have come      128 arrivals after cp.async
-//   full          a tile has come         the same
+//   heads_full    Q and dO have arrived   128 arrivals after cp.async
+//   full          a tile has arrived      the same
 //   empty         a tile is released      the 8 consumer warps
-//   FREE_0, _1    named: the other warpgroup has multiplied C; 0, or 1, may write where dS and P are
-//   HANDED_OVER   named: both; halves of S and dP are written
-//   TAKEN         named: both; they are read
-//   CONSUMERS     named: both; dS and P are written, or the heads' numbers
+//   FREE_0, _1    named: the other warpgroup has multiplied C, so warpgroup 0, or 1, may overwrite dS and P
+//   HANDED_OVER   named: both consumer warpgroups have written their halves of S and dP
+//   TAKEN         named: both have read them
+//   CONSUMERS     named: both have written dS and P, or the heads' numbers
 //
 // Shared memory, bytes: Q and a tile 128 * D_QK each, dO 65,536, dS and P 8,192 each, and 1 KB; 576 wide 230,168.
 // Registers: 240 a consumer thread, 24 a producer thread, together the 384 x 168 of the launch.
@@ -38,9 +40,9 @@
 #include "ptx/wgmma.cuh"
 #include "tile/swizzle.cuh"
 
-constexpr int LINES = 64;  // of heads, and of rows
+constexpr int LINES = 64;  // heads of a work item, and rows of a tile
 static_assert(HEADS == LINES, "");
-constexpr int BLOCKS = D_QK / 64, V_BLOCKS = D_V / 64;  // column blocks of 64 values: 64 swizzled lines of 128 bytes
+constexpr int BLOCKS = D_QK / 64, V_BLOCKS = D_V / 64;  // column blocks: 64 swizzled lines of 64 values, 128 bytes
 constexpr int BLOCK_BYTES = LINES * LINE_BYTES;
 constexpr bool ROPE = BLOCKS > V_BLOCKS;
 constexpr int CONSUMER_THREADS = 2 * WARPGROUP, THREADS = CONSUMER_THREADS + WARPGROUP;
@@ -63,7 +65,7 @@ __device__ __forceinline__ uint32_t address_of(int at) { return shared_address(s
 
 // --- producer -------------------------------------------------------------------------------------------------
 
-// Start to copy four lines, 16 apart, of COUNT column blocks: this thread's 16 bytes of each. Null lines become zeros.
+// Starts to copy this thread's 16 bytes of four lines, 16 apart, in COUNT column blocks. Null lines become zeros.
 template <int COUNT>
 __device__ __forceinline__ void copy_lines(uint32_t to, const bf16* const (&lines)[4]) {
 #pragma unroll
@@ -74,7 +76,7 @@ __device__ __forceinline__ void copy_lines(uint32_t to, const bf16* const (&line
     }
 }
 
-// A thread's 16 bytes of four lines, 16 apart; null where there is none.
+// The addresses of a thread's 16 bytes of four lines, 16 apart; null where there is no line.
 template <typename From>
 __device__ __forceinline__ void find_lines(int line, int chunk, const bf16* (&lines)[4], From from) {
 #pragma unroll
@@ -86,7 +88,7 @@ __device__ __forceinline__ void find_lines(int line, int chunk, const bf16* (&li
 
 __device__ __forceinline__ void run_producer(const BackwardParams& p, const Item& item, int tiles) {
     const int thread = threadIdx.x - CONSUMER_THREADS, line = thread / 8, chunk = thread % 8;
-    const uint32_t at = swizzled(address_of(0), line, chunk);  // 16 lines further the swizzle is the same
+    const uint32_t at = swizzled(address_of(0), line, chunk);  // the swizzle repeats after 16 lines
     const bf16* lines[4];
     find_lines(line, chunk, lines, [&](int i) { return item.q(p, i); });
     copy_lines<BLOCKS>(at + Q_AT, lines);
@@ -120,17 +122,18 @@ __device__ __forceinline__ void multiply_scores(int lines_at, float (&s)[32]) {
     wgmma_wait<0>();
 }
 
-// Where this thread and the same one of the other warpgroup leave part j of what they hand over: S where P goes after, dP
-// where dS does.
+// Where this thread and its counterpart in the other warpgroup exchange part j: S in the space of P, dP in the space
+// of dS.
 __device__ __forceinline__ float4* handed_over(bool dp, int j) {
     return reinterpret_cast<float4*>(shared + (dp ? DS_AT : P_AT)) + j * WARPGROUP + threadIdx.x % WARPGROUP;
 }
 
-// dS and sigma * P of the warpgroup's half of a tile, 32 rows, to shared memory. `mine`: S or dP of all 64.
+// Computes dS and sigma * P of the warpgroup's half of a tile, 32 rows, in shared memory. `mine`: S or dP of all 64
+// rows.
 template <int W>
 __device__ __forceinline__ void find_weights(const BackwardParams& p, const Role& r, int tile, int rows,
                                              const float (&mine)[32]) {
-    constexpr int FIRST = 4 * W, GIVEN = 4 - FIRST;  // of eight rows each
+    constexpr int FIRST = 4 * W, GIVEN = 4 - FIRST;  // first n tile that it keeps, and that it gives away
     if (tile > 0) named_barrier_sync(W == 0 ? FREE_0 : FREE_1, CONSUMER_THREADS);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -162,7 +165,7 @@ __device__ __forceinline__ void find_weights(const BackwardParams& p, const Role
     fence_proxy_async();
 }
 
-// dQ += dS.K over the columns from block `first` on, as many as the accumulators are.
+// dQ += dS.K, for column blocks from `first` on; the accumulator's size says how many.
 template <int N>
 __device__ __forceinline__ void multiply_dq(int first, float (&dq)[N]) {
     const uint64_t ds = wgmma_operand(address_of(DS_AT), 1024, 16);
@@ -207,7 +210,8 @@ __device__ __forceinline__ void write_c(const BackwardParams& p, const Item& ite
     }
 }
 
-// C of the warpgroup's columns. Where dQ leaves too few registers, 64 columns are written before the next are begun.
+// C of the warpgroup's columns. Where dQ leaves too few registers, each 64 columns are written before the next are
+// multiplied.
 template <int W>
 __device__ __forceinline__ void contribute(const BackwardParams& p, const Item& item, const Role& r, int tile) {
     constexpr int COUNT = 4 + (W == 0 && ROPE), AT_ONCE = W == 1 && ROPE ? 1 : 2;
@@ -239,7 +243,8 @@ __device__ __forceinline__ void write_dq(const BackwardParams& p, const Item& it
     }
 }
 
-// The same of a column block as bfloat16, through its part of the tile's place, which this warpgroup alone has read last.
+// Writes a column block of dQ as bfloat16, through its part of the tile's space, which only this warpgroup still
+// reads.
 __device__ __forceinline__ void write_dq_lines(const BackwardParams& p, const Item& item, const Role& r, int block,
                                                const float* dq) {
     const uint32_t at = address_of(TILE_AT + block * BLOCK_BYTES);

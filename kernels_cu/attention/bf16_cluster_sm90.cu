@@ -1,12 +1,14 @@
-// Sparse attention of flat bf16 rows on Hopper for few work items: a cluster works on HEADS heads of a query (64, or 16
-// or 32 and padding, which takes as long to multiply, but less to copy and to merge). Its CTAs have neighbouring pairs of
-// tiles each and merge their partial results (merge.cuh). Pipeline and shared memory: bf16_sm90.cuh.
+// Sparse attention of flat bf16 rows on Hopper, for few work items. A cluster works on HEADS heads of a query. (HEADS
+// is 64, or 16 or 32 with padding to 64: that takes as long to multiply, but less to copy and to merge.) Each CTA of
+// the cluster has neighbouring pairs of tiles; the CTAs merge their partial results (merge.cuh). Pipeline and shared
+// memory: bf16_sm90.cuh.
 //
-// What is divided ends with the last entry that names a row. Each CTA finds that end, which takes a look at the very
-// last entry; only if that names no row are the others looked at. Pairs of tiles without a valid entry before it are
-// passed over by the CTA that has them. (Single tiles as well cost full lists 1 to 2 %.)
+// Lists may end with -1. A CTA first finds the last valid entry: it loads the list's last entry, and searches
+// backwards only if that one is invalid. The entries up to there are divided over the cluster. Among them, a pair of
+// tiles without a valid entry is skipped. (To skip single tiles as well would cost full lists 1 to 2 %.)
 //
-// The launch overlaps the one before: until that has ended, the producers find their work, the consumers that of Q.
+// The launch overlaps the launch before it. Until that has ended, the producers find their work, and the consumers the
+// addresses of Q.
 //
 // grid: x = (query * head tiles + head tile) * CTAs of the cluster + rank.
 #include "attention/bf16_sm90.cuh"
@@ -20,12 +22,13 @@ struct Cluster : SingleQueries {
     static __device__ __forceinline__ void for_each(const Params&, int, Act act) {
         act(int(blockIdx.x));
     }
-    // The first list entry of a CTA of the cluster, of a list of `length`. The quotient is exact up to 2^16 pairs.
+    // The first entry of the part that CTA `rank` of the cluster has of a list. The quotient is exact up to 2^16
+    // pairs.
     static __device__ __forceinline__ int first_entry(int length, int rank) {
         const int pair = int(__fdividef(float(num_pairs(length) * rank) + 0.5f, float(cluster_size())));
         return min(pair * 2 * TILE_ROWS, length);
     }
-    // This CTA's part of a list of `length`.
+    // Sets this CTA's part of a list of `length` entries.
     static __device__ __forceinline__ void take_part(Work& w, int length) {
         const int rank = cluster_rank();
         w.first = first_entry(length, rank);
@@ -45,7 +48,7 @@ struct Cluster : SingleQueries {
         take_part(w, w.listed);
         return w;
     }
-    // What is done before needs no memory.
+    // What comes before does not read memory that an earlier launch writes.
     static __device__ __forceinline__ void wait(const Params& p, Work& w) {
         wait_for_earlier_kernels();
         let_next_kernel_start();
@@ -55,10 +58,10 @@ struct Cluster : SingleQueries {
     }
     static __device__ __forceinline__ const int32_t* list_of(const Params&, const Work& w) { return w.list + w.first; }
 
-    static __device__ __forceinline__ int32_t load_last(const Params&, const Work& w) {
+    static __device__ __forceinline__ int32_t load_last_entry(const Params&, const Work& w) {
         return w.listed > 0 ? w.list[w.listed - 1] : -1;
     }
-    static __device__ __forceinline__ bool shorten(const Params& p, Work& w, int32_t last) {
+    static __device__ __forceinline__ bool shorten_list(const Params& p, Work& w, int32_t last) {
         if (is_valid(p, last)) return false;
         take_part(w, find_end<Cluster>(p, w.list, w.listed));
         return true;

@@ -1,27 +1,28 @@
-// Sparse attention of flat bf16 rows on Hopper, few heads: the 64 lines of Q are the heads of several neighbouring
-// queries, a query group, and the rows are the union of their lists (group_lists.cu). Pipeline and shared memory:
-// bf16_sm90.cuh.
+// Sparse attention of flat bf16 rows on Hopper, for few heads. The 64 lines of Q are the heads of several neighbouring
+// queries, a query group. The rows are the union of their index lists, which group_lists.cu has made. Pipeline and
+// shared memory: bf16_sm90.cuh.
 //
-// One more step of Q . K adds -2^120 where a line's query does not list a row. So softmax is as for a single query,
-// but for rows that count twice. A row that one query lists meets the P of the others, which is 0 there. A row that is
-// not finite would reach them all the same, so a group with such a result is left to the kernel that runs after this
-// one.
+// A query of the group must ignore rows that only others list. One more step of k in Q . K adds -2^120 to their
+// logits. So the softmax is that of a single query, but for rows that a list names twice: these count twice
+// (count_twice). An ignored row has P = 0, but it is still multiplied by V, so a row that is not finite would spoil
+// the results of all queries. A group with such a result is left to the kernel that runs next.
 //
 // grid: x persistent CTAs over query groups.
 #include "attention/bf16_sm90.cuh"
 #include "attention/grouped.cuh"
 
-// The last step of Q . K adds 16 columns: to Q the number of a line's query as a unit vector of 8, to K what is added
-// for each query, 0 or EXCLUDED. The second 8 of the 16 columns are zeros.
-constexpr int FACTOR_BYTES = TILE_ROWS * 16;  // 64 lines of 8 columns, without swizzle
+// The additional step of k has 16 columns, of which the last 8 are zeros. In Q, the first 8 are the unit vector of the
+// line's query. In K, they hold for each query 0 or EXCLUDED, which is added to its logits.
+constexpr int FACTOR_BYTES = TILE_ROWS * 16;  // 64 lines of 8 columns, not swizzled
 constexpr int FACTOR_Q = EXTRA_AT, FACTOR_K = FACTOR_Q + FACTOR_BYTES, FACTOR_ZEROS = FACTOR_K + 2 * FACTOR_BYTES;
 constexpr uint32_t ONE = 0x3f80, EXCLUDED = 0xfb80;  // bfloat16: 1, -2^120
 constexpr float LEAST_LISTED = -0x1p100f;
-static_assert(MAX_QUERIES == 8, "a bit of `excluded` and a column of the last step for each query");
+static_assert(MAX_QUERIES == 8, "a bit of `excluded` and a column of the additional step for each query");
 
 struct Grouped : Default {
     using Params = GroupedParams;
-    static constexpr int EXTRA_BYTES = 4 * FACTOR_BYTES, KEPT = 4;  // registers are short
+    static constexpr int EXTRA_BYTES = 4 * FACTOR_BYTES,
+                         KEPT_Q_STEPS = 4;  // fewer than elsewhere: registers are short
     static constexpr bool EXCLUDES = true;
 
     static __device__ __forceinline__ int num_items(const Params& p, int) { return p.num_groups; }
@@ -42,13 +43,13 @@ struct Grouped : Default {
         const int query = row / p.h_q, index = first_query(p, w) + query;
         return {query_of(p, index), query < p.queries && index < p.num_queries ? row % p.h_q : p.h_q};
     }
-    // Lines beyond the last may belong to any query.
+    // Padding lines may belong to any query.
     static __device__ __forceinline__ int query_of_line(const Params& p, int row) {
         return min(row / p.h_q, p.queries - 1);
     }
 
     static constexpr int VALIDITY_LANES = 4;
-    using Validity = uint32_t;  // `excluded` of row 16 (lane % 8) + c.row
+    using Validity = uint32_t;  // `excluded` of row 16 (lane % 4) + c.row
     static __device__ __forceinline__ Validity load_validity(const Params& p, const Work& w, const Copier& c,
                                                              int tile) {
         const int entry = tile * TILE_ROWS + 16 * (c.lane % 4) + c.row;
@@ -76,7 +77,7 @@ struct Grouped : Default {
             wgmma_plain_operand(shared_address(shared) + k, 128, FACTOR_ZEROS - k));
     }
 
-    // The queries that a thread's two lines belong to.
+    // The queries of a thread's two lines.
     struct Reader {
         uint32_t queries;  // 16 bits each
 
@@ -85,10 +86,11 @@ struct Grouped : Default {
             return {uint32_t(query_of_line(p, row) | query_of_line(p, row + 8) << 16)};
         }
     };
-    // Which of a thread's columns count twice: bit 8 (n % 4) + k of word n / 4 for the two columns of its n-th eight.
+    // Which of a thread's columns count twice: bits 8 (n % 4) and + 1 of word n / 4, of its two columns in the n-th
+    // eight.
     struct Columns {
         uint32_t twice[2][2];
-        bool once;  // none does, in the whole warp
+        bool once;  // in the whole warp no column counts twice
 
         __device__ __forceinline__ Columns(const Reader& reader, int tile, int t) {
             uint32_t any = 0;
@@ -103,7 +105,7 @@ struct Grouped : Default {
             once = __all_sync(~0u, (any & 0x03030303) == 0);
         }
     };
-    // Rows that are not listed are taken out by the last step of Q . K.
+    // The additional step has masked the rows that a query does not list.
     static __device__ __forceinline__ float mask_tile(const Params& p, const Columns&, float (&)[32]) {
         return p.scale_log2;
     }
@@ -129,8 +131,8 @@ struct Grouped : Default {
     static __device__ __forceinline__ void write(const Params& p, const Work& w, int warpgroup, int warp, int lane,
                                                  Total total_of, const float (&o)[128]) {
         write_lines<Grouped>(p, w, warpgroup, warp, lane, total_of, o);
-        // A row that is not finite has reached all queries of the group, whether they list it or not: all are left
-        // after all.
+        // A row that is not finite has spoilt the results of all queries of the group, so all of them are left to the
+        // next kernel. o * 0 is 0 for finite numbers, else NaN.
         float probe = 0.0f;
 #pragma unroll
         for (int i = 0; i < 128; ++i) probe += o[i] * 0.0f;

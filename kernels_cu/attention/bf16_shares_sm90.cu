@@ -1,9 +1,10 @@
-// Sparse attention of flat bf16 rows on Hopper, 64 heads of a query at a time: all rows of the call are divided evenly
-// over the CTAs, or each work item into equal splits (division/share.cuh). For batches of no whole wave. Pipeline and
-// shared memory: bf16_sm90.cuh.
+// Sparse attention of flat bf16 rows on Hopper, 64 heads of a query at a time. All rows of the call are divided evenly
+// over the CTAs, or each work item into equal splits (division/share.cuh). It serves batches that do not fill whole
+// waves. Pipeline and shared memory: bf16_sm90.cuh.
 //
 //   a CTA's share, worked on backwards     | end of item 7 | item 8 | begin of item 9 |
-//                                             3. merged       2.      1. left to the CTA that has the end of item 9
+//                                             3. merge        2.      1. partial result for the CTA with the
+//                                                                        end of item 9
 //
 // grid: x CTAs.
 #include "attention/bf16_sm90.cuh"
@@ -13,8 +14,8 @@
 
 struct State {
     Share<THREADS> mine;
-    float largest[2][LINES];  // of write_partial
-    int share, partials;      // this CTA's, and the results that it merges
+    float largest[2][LINES];  // for write_partial
+    int share, partials;      // this CTA's share, and the number of partial results that it merges
 };
 
 struct InShares : SingleQueries {
@@ -31,7 +32,7 @@ struct InShares : SingleQueries {
     }
     static __device__ __forceinline__ void start(const Params& p) { find_share(p, state().share, state().mine); }
 
-    // --- splits, numbered by their items ----------------------------------------------------------------------
+    // --- splits, each named by its item ----------------------------------------------------------------------
 
     template <typename, typename Params, typename Act>
     static __device__ __forceinline__ void for_each(const Params&, int, Act act) {
@@ -59,7 +60,7 @@ struct InShares : SingleQueries {
 
     // --- results ----------------------------------------------------------------------------------------------
 
-    // Adds what the CTAs before have left of the item.
+    // Adds the partial results that earlier CTAs have of the item.
     static __device__ __forceinline__ void merge(const Params& p, const Work& w, int warpgroup, int warp, int lane,
                                                  LineTotal (&total)[2], float (&o)[128]) {
         if (threadIdx.x < 32) {
@@ -67,13 +68,13 @@ struct InShares : SingleQueries {
             if (lane == 0) state().partials = count;
         }
         sync_consumers();
-        if (warp >= num_line_warps(p, w)) return;  // padding
+        if (warp >= num_used_warps(p, w)) return;  // all its lines are padding
         const PartialResults<8> partials = {p.cluster_parts, 0};
         const int line = 16 * warp + lane / 4;
 #pragma unroll 1
         for (int left = state().partials; left > 0; --left) {
             const int other = state().share - left;
-            float4 chunks[2][8];  // of both lines; all loads are under way at a time
+            float4 chunks[2][8];  // of both lines; all are loaded before the first is used
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -103,12 +104,12 @@ struct InShares : SingleQueries {
     template <typename Total>
     static __device__ __forceinline__ void write(const Params& p, const Work& of, int warpgroup, int warp, int lane,
                                                  Total total_of, float (&o)[128]) {
-        // Found anew, so that it takes no registers before.
+        // Computed anew here, so that it occupies no registers in the main loop.
         const Work w = work_of(p, opaque(of.number), num_head_tiles(p), 0);
         warp = opaque(warp);
         if (!ends_item(w.number)) {
             const PartialResults<8> partials = {p.cluster_parts, state().share};
-            write_partial(partials, state().largest, num_line_warps(p, w), warpgroup, warp, lane, total_of, o);
+            write_partial(partials, state().largest, num_used_warps(p, w), warpgroup, warp, lane, total_of, o);
             sync_consumers();
             if (threadIdx.x == 0) announce_partial(p, state().share, begins_item(w.number));
             return;

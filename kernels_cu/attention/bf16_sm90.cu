@@ -5,14 +5,14 @@
 #include "attention/bf16_sm90.cuh"
 
 struct Plain : SingleQueries {
-    static constexpr bool POLICY = true, OVERLAPS = true, LATE = true;
+    static constexpr bool POLICY = true, OVERLAPS = true, ROLES_START_EARLY = true;
 
     static __device__ __forceinline__ bool finds_work_in_memory(const Params& p) {
         return p.order != nullptr || has_lengths(p) || p.flags & SOME_DONE;
     }
-    // Of each work item: behind the first these do nothing.
+    // Called for each work item; after the first these do nothing.
     static __device__ __forceinline__ void wait(const Params&, Work&) {
-        if constexpr (!LATE) return;
+        if constexpr (!ROLES_START_EARLY) return;
         wait_for_earlier_kernels();
         let_next_kernel_start();
     }

@@ -1,7 +1,7 @@
-// Merges the partial results of split rows:  out = sum_i 2^(lse_i - lse) out_i,  lse = log2 sum_i 2^lse_i.
+// Merges the partial results of a query's splits: out = sum_i 2^(lse_i - lse) out_i, lse = log2 sum_i 2^lse_i.
 //
 //   grid   x query, y head
-//   CTA    D_V / 4 threads, 4 output columns each; the loads of AT_ONCE splits are under way at a time
+//   CTA    D_V / 4 threads with 4 output columns each; the loads of AT_ONCE splits are in flight at a time
 //
 // Splits are added in their order, so the bits do not depend on which of them finished first.
 #include "attention/division/results.cuh"
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
         float new_top = top;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) new_top = fmaxf(new_top, lse[i]);
-        // No branches, so that no load waits for an lse.
+        // No branches here, so that no load waits for an lse.
         const float old = top == -INF ? 0.0f : exp2_approx(top - new_top);
         top = new_top;
         sum *= old;

@@ -1,9 +1,9 @@
-// Dense attention of bf16 rows on Hopper where few rows are read: a cluster works on HEADS lines of a request (64, or 16
-// or 32 and padding, which takes as long to multiply, but less to copy and to merge). Its CTAs have neighbouring pairs of
-// tiles each and merge their partial results (merge.cuh). Rows: dense_rows.cuh. Pipeline and shared memory:
-// bf16_sm90.cuh.
+// Dense attention of bf16 rows on Hopper, for few rows. A cluster works on HEADS lines of a request. (HEADS is 64, or
+// 16 or 32 with padding to 64: that takes as long to multiply, but less to copy and to merge.) Each CTA of the cluster
+// has neighbouring pairs of tiles; the CTAs merge their partial results (merge.cuh). Rows: dense_rows.cuh. Pipeline
+// and shared memory: bf16_sm90.cuh.
 //
-// The launch overlaps the one before: until that has ended, it is not known how many rows there are.
+// The launch overlaps the launch before it. Until that has ended, the number of rows is not known.
 //
 // grid: x = item * CTAs of the cluster + rank.
 #include "attention/dense_rows.cuh"

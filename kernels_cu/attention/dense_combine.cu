@@ -1,12 +1,13 @@
-// Merges the partial results of dense_sm90.cu, or of dense_fp8_sm90.cu (FP8_PARTIALS): of a line, over the shares that have a part of its item,
+// Merges the partial results of dense_sm90.cu, or of dense_fp8_sm90.cu (FP8_PARTIALS). For each line it sums over the
+// shares that have a part of the line's work item:
 //
 //   out = sum_i 2^(ref_i - ref) O_i / sum_i 2^(ref_i - ref) sum_i
 //
-//   1. A CTA finds the items that are cut: those that a share begins and does not end.
-//   2. A warp merges GROUP_LINES lines, whose chunks stand side by side, of some of their columns. Where there are few
-//      of such units, all warps of a CTA merge one, every WARPS-th partial result each.
+//   1. Each CTA finds the items that are cut: those that a share begins and does not end.
+//   2. A warp merges a unit: some columns of GROUP_LINES lines, whose chunks are neighbours in memory. If there are
+//     few units, all warps of a CTA merge one together: each takes every WARPS-th partial result.
 //
-// Partial results are added in the order of shares: the bits do not depend on who was first.
+// Partial results are added in the order of the shares, so the bits do not depend on which share was first.
 //
 // grid: x CTAs, which take units in turn.
 #if FP8_PARTIALS
@@ -21,25 +22,26 @@
 constexpr int LINES = HEADS;  // of a work item
 constexpr int WARPS = 8, COMBINERS = 32 * WARPS;
 constexpr int LANE_LOADS = 8;  // chunks that a lane loads at a time
-// Chunks of a lane of each partial result, where a warp merges a unit, and where all warps of a CTA do.
+// Chunks of each partial result that a lane adds: where one warp merges a unit (ALONE), and where all warps of a CTA
+// do (TOGETHER).
 constexpr int ALONE = 2, TOGETHER = 1;
-constexpr int ROUNDS_TOGETHER = 2;  // units of a CTA at most that all its warps merge
+constexpr int ROUNDS_TOGETHER = 2;  // warps merge together if each CTA has at most this many units
 
 struct Shared {
-    Boundary ends[MOST_SHARES];    // of the shares, where items are cut anywhere
+    Boundary ends[MOST_SHARES];    // where each share ends
     uint16_t firsts[MOST_SHARES];  // the shares that begin an item and do not end it
-    int found[WARPS];              // by each warp
-    // Of a unit that all warps merge.
+    int found[WARPS];              // how many of these each warp has found
+    // For a unit that all warps merge together: the result of each warp.
     float ref[WARPS][GROUP_LINES], sum[WARPS][GROUP_LINES], o[WARPS][8 * TOGETHER][32];
 };
 __shared__ Shared sm;
 
-// An item that is cut: it has parts of `count` shares from `first` on.
+// An item that is cut: shares first .. first + count - 1 have a part of it.
 struct Cut {
     int item, first, count;
 };
 
-// Finds the items that are cut, in their order. Returns how many they are. All threads call.
+// Finds the items that are cut, in their order. Returns their number. All threads call.
 __device__ __forceinline__ int find_cuts(const DenseParams& p, int shares) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int total = 0;
@@ -64,7 +66,7 @@ __device__ __forceinline__ int find_cuts(const DenseParams& p, int shares) {
     return total;
 }
 
-// The n-th of them. All lanes of a warp call.
+// The n-th item that is cut. All lanes of a warp call.
 __device__ __forceinline__ Cut cut_of(int n, int lane) {
     const int first = sm.firsts[n], item = sm.ends[first].item;
 #pragma unroll 1
@@ -74,8 +76,8 @@ __device__ __forceinline__ Cut cut_of(int n, int lane) {
     }
 }
 
-// What a warp, or a CTA, merges: CHUNKS chunks a lane of each partial result of a cut item, from number `first` of a
-// group's on.
+// What a warp, or a CTA, merges at a time: of each partial result of a cut item, CHUNKS chunks a lane, from chunk
+// number `first` of the group on.
 struct Unit {
     Cut cut;
     int group, first;
@@ -83,23 +85,24 @@ struct Unit {
     __device__ __forceinline__ int line(int lane) const { return line_of_chunk(chunk(0, lane)); }
 };
 
-// The sum of a lane's chunks of partial results so far, relative to `ref`.
+// The sum of a lane's chunks over the partial results so far, relative to `ref`.
 template <int CHUNKS>
 struct Merged {
     float ref = -INF, sum = 0.0f, o[CHUNKS][8] = {};
 };
 
-// Over the lanes that have chunks of the same line.
+// Reductions over the lanes that have chunks of the same line.
 __device__ __forceinline__ float line_max(float x) { return rows_max(GROUP_LINES == 1 ? quad_max(x) : x); }
 __device__ __forceinline__ float line_sum(float x) { return rows_sum(GROUP_LINES == 1 ? quad_sum(x) : x); }
 static_assert(GROUP_LINES == 1 || GROUP_LINES == 4, "lane l has line l % GROUP_LINES of a group");
 
-// Merges partial results `begin`, begin + step, ... of a unit. The lanes of a line weigh WEIGHED of them at a time.
+// Merges partial results begin, begin + step, ... of a unit. The lanes of a line compute the weights of WEIGHED
+// partial results at a time, one each.
 template <int CHUNKS>
 __device__ __forceinline__ Merged<CHUNKS> merge(const DenseParams& p, const Unit& unit, int begin, int step,
                                                 int lane) {
     constexpr int WEIGHED = 32 / GROUP_LINES, AT_ONCE = LANE_LOADS / CHUNKS;
-    static_assert(WEIGHED % AT_ONCE == 0, "they are loaded for as many as are weighed");
+    static_assert(WEIGHED % AT_ONCE == 0, "loads come in whole groups of weights");
     const Cut& cut = unit.cut;
     Merged<CHUNKS> m;
     float4 loaded[AT_ONCE][CHUNKS];
@@ -118,7 +121,7 @@ __device__ __forceinline__ Merged<CHUNKS> merge(const DenseParams& p, const Unit
     };
 #pragma unroll 1
     for (int base = begin; base < cut.count; base += WEIGHED * step) {
-        load(base);  // before they are weighed, so that both are under way at a time
+        load(base);  // before the weights, so that both loads are in flight at a time
         const int mine = base + lane / GROUP_LINES * step;
         float4 statistics = make_float4(-INF, 0.0f, -INF, 1.0f);
         if (mine < cut.count) {
@@ -151,12 +154,12 @@ __device__ __forceinline__ Merged<CHUNKS> merge(const DenseParams& p, const Unit
     return m;
 }
 
-// The line of the call that is line `line` of an item.
+// The query token and head of line `line` of an item.
 __device__ __forceinline__ Line line_of(const DenseParams& p, const Cut& cut, int line) {
     return line_of_request(p, query_of_item(p, cut.item), head_tile_of_item(p, cut.item) * LINES + line);
 }
 
-// What O is multiplied with in the end. With `write` it writes the line's statistics.
+// Returns the final factor of O. Writes the line's statistics if `write`.
 __device__ __forceinline__ float finish_line(const DenseParams& p, const Line& of, float ref, float sum, bool write) {
     const HeadResult result = {ref, log2_sum_exp(ref, sum)};
     if (write) write_statistics(p, of.query, of.head, result);
@@ -168,7 +171,7 @@ __device__ __forceinline__ bool writes_statistics(const Unit& unit, int lane) {
     return unit.first == 0 && lane < GROUP_LINES;
 }
 
-// A warp writes a unit. `of`: the lane's line, which is one of the request's.
+// One warp writes a unit. `of`: the lane's line, which is no padding.
 __device__ __forceinline__ void write_unit(const DenseParams& p, const Line& of, const Unit& unit,
                                            const Merged<ALONE>& m, int lane) {
     const float by = finish_line(p, of, m.ref, m.sum, writes_statistics(unit, lane));
@@ -181,11 +184,11 @@ __device__ __forceinline__ void write_unit(const DenseParams& p, const Line& of,
     }
 }
 
-// The warps of a CTA, each of which has merged some of the partial results, write a unit: four of them two values a lane
-// each.
+// The warps of a CTA write a unit, after each has merged some of the partial results. Four of them add up the warps'
+// results, two values a lane each.
 __device__ __forceinline__ void write_unit_together(const DenseParams& p, const Line& of, const Unit& unit,
                                                     const Merged<TOGETHER>& m, int warp, int lane) {
-    __syncthreads();  // of the unit before
+    __syncthreads();  // the unit before has been read
     if (lane < GROUP_LINES) sm.ref[warp][lane] = m.ref, sm.sum[warp][lane] = m.sum;
 #pragma unroll
     for (int i = 0; i < 8; ++i) sm.o[warp][i][lane] = m.o[0][i];
@@ -212,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(COMBINERS) dense_combine(const __gr
     wait_for_earlier_kernels();
     let_next_kernel_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const bool split = p.num_splits > 1;  // each item, alike
+    const bool split = p.num_splits > 1;  // each item is divided into equal splits
     const int items = p.num_queries * num_head_tiles(p);
     const int cuts = split ? items : find_cuts(p, p.num_shares);
     const int groups = groups_of(min(LINES, p.h_q));  // of an item

@@ -1,20 +1,22 @@
-// Dense attention of FP8 rows on Hopper: a work item is HEADS lines of a request, its query tokens times its heads, which
-// share the request's rows.
+// Dense attention of FP8 rows on Hopper. A work item is HEADS lines of a request: its query tokens times its heads,
+// which share the request's rows.
 //
-//   block table, lengths --> producer warps    a lookup, and a bulk copy, for each row of a tile     request_rows.cuh
-//   q                    --> lines             a token and a head each                               request_lines.cuh
-//                            S^T, softmax, O^T, of 64 rows at a time: as they are in                 fp8_sm90.cu
-//                            whose picture holds here: its barriers, registers and shared memory, and 4 bytes a line
+//   rows    producer warps look up each row's block in the block table and copy it by bulk copies    request_rows.cuh
+//   lines   a line of Q is a head of a query token                                                   request_lines.cuh
 //
-// What differs: no index lists, so every tile is copied and multiplied, and it is known how many there are. A tile that
-// not all lines see in full is marked; only there the consumers look at the end of each line's rows.
+// Everything else is as in fp8_sm90.cu: S^T, softmax, O^T, barriers, registers, and shared memory, but for 4 bytes a
+// line.
 //
-//   DIVISION   WHOLE      CTAs take items in turn                         many short requests
-//              CLUSTERS   a cluster an item, tiles in turn                few items of few rows
-//              REQUESTS   all rows of the call in equal shares            long or unequal requests, splits;
-//                                                                         dense_combine.cu merges
+// There are no index lists, so every tile is copied and multiplied, and the number of tiles is known. A tile is marked
+// if some line does not see all its rows. Only in these tiles the consumers compare rows with the end of each line's
+// rows.
 //
-// grid: x CTAs among which the work items are divided; in clusters x a cluster an item.
+//   DIVISION   WHOLE      CTAs take items in turn                              many short requests
+//              CLUSTERS   a cluster an item; its CTAs take tiles in turn       few items of few rows
+//              REQUESTS   all rows of the call in equal shares, or each item   long or unequal requests;
+//                         in equal splits                                      dense_combine.cu merges
+//
+// grid: x CTAs among which the division deals out work; CLUSTERS: x = work item * CTAs of a cluster + rank.
 #include "attention/fp8_sm90/pipeline.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_fp8_sm90(const __grid_constant__ DenseParams p) {

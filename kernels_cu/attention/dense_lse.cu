@@ -3,8 +3,9 @@
 //   grid   x token, y block of HEADS heads
 //   CTA    the block's heads, all rows of the range (head_scores.cuh)
 //
-//   S = rows.Q^T in registers; a lane keeps, of each of its heads, the largest logit that it has met and the sum of
-//   exponentials beside it. Behind the last row lanes of a head merge theirs, then warps, in order.
+//   S = rows.Q^T stays in registers. For each of its heads a lane keeps the largest logit so far and the sum of
+//   exponentials relative to it. After the last row, the lanes that hold the same head merge theirs, then the warps
+//   do, in order.
 //
 // Shared memory, bytes: 2 * HEADS * D_QK, and 64 a head. 64 heads of 576: 77,824.
 #include "attention/head_scores.cuh"
@@ -24,7 +25,7 @@ constexpr int SHARED_BYTES = Q_BYTES + int(sizeof(Partials));
 
 __device__ __forceinline__ Partials& partials() { return *reinterpret_cast<Partials*>(shared + Q_BYTES); }
 
-// Add a sum of exponentials beside its largest logit to another one. Logits are in base 2.
+// Merges two sums of exponentials, each relative to its largest logit. Logits are in base 2.
 __device__ __forceinline__ void merge(float& largest, float& sum, float other_largest, float other_sum) {
     const float most = fmaxf(largest, other_largest);
     if (most == -INF && sum == 0.0f && other_sum == 0.0f) return;  // both are empty

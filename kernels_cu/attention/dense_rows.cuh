@@ -1,14 +1,15 @@
-// The rows of a request, as the pipeline of bf16_sm90.cuh takes them: a work item is 64 lines of a request, its query
-// tokens times its heads, which share its rows. Rows come from the block table, a lookup for each row of a tile. Lines
-// see rows up to an end of their own, which is looked at only in tiles that not all lines see in full (Columns::whole).
+// The rows of a request, for the pipeline of bf16_sm90.cuh. A work item is 64 lines of a request: its query tokens
+// times its heads, which share its rows. Each row of a tile is looked up in the block table. Each line sees rows up to
+// an end of its own. The consumers compare rows with that end only in tiles that some line does not see in full
+// (Columns::whole).
 #pragma once
 #include "attention/bf16_sm90.cuh"
 #include "attention/bf16_sm90/partials.cuh"
 #include "attention/dense.cuh"
 
-// What the consumers know of a tile that not all lines see in full.
+// What the consumers need to mask a tile.
 struct alignas(16) TileOf {
-    int first, seen, first_line;  // its first row, the rows that the first token sees, and its work item's first line
+    int first, seen, first_line;  // its first row; the end of what the first token sees; the item's first line
 };
 static_assert(SHARED_BYTES<SingleQueries> % 16 == 0, "TileOf is aligned");
 __device__ __forceinline__ TileOf (&tiles())[2] {
@@ -16,7 +17,7 @@ __device__ __forceinline__ TileOf (&tiles())[2] {
 }
 constexpr int DENSE_SHARED_BYTES = SHARED_BYTES<SingleQueries> + 2 * int(sizeof(TileOf));
 
-// The rows of a request that any of its tokens sees, begin .. end - 1, of which the first token sees those before `seen`.
+// The rows of a request that any of its query tokens sees: begin .. end - 1. The first token sees those before `seen`.
 struct RowsOf {
     int begin, end, seen;
     __device__ __forceinline__ int count() const { return end - begin; }
@@ -34,14 +35,14 @@ struct RequestRows : SingleQueries {
 
     static __device__ __forceinline__ bool read_once(const Params& p) { return p.h_q <= HEADS; }
 
-    // A work item's split: rows `first` to `first + length - 1`, counted from rows.begin.
+    // A split of a work item: rows `first` to `first + length - 1`, counted from rows.begin.
     static __device__ __forceinline__ Work split_of(int request, int tile, int number, const RowsOf& rows, int first,
                                                     int length) {
         return {{request, request, 0}, tile,    length,   num_pairs(length), number,
                 rows.begin + first,    nullptr, rows.seen};
     }
 
-    // The slots of a producer thread's rows of one tile.
+    // Loads the slots of a producer thread's rows of one tile.
     template <typename>
     static __device__ __forceinline__ void load_slots(const Params& p, const Work& w, const Copier& c, int tile,
                                                       int32_t (&slots)[4]) {
@@ -63,10 +64,10 @@ struct RequestRows : SingleQueries {
         return line_of_request(p, w.query.b, line);
     }
 
-    // Of a row: no line sees it, all lines do, or some do, which the consumers find out.
+    // Validity of a row: no line sees it; all lines see it; or some do, which the consumers must find out.
     enum Lines { NONE = 0, ALL = 1, SOME = 2 };
 
-    // The first row that the token sees that sees `end` rows.
+    // The first row that a token sees whose rows end at `end`.
     static __device__ __forceinline__ int begin_of(const Params& p, int end) {
         return p.window > 0 ? end - p.window : 0;
     }
@@ -89,12 +90,12 @@ struct RequestRows : SingleQueries {
         __device__ __forceinline__ Columns(const Reader& reader, int tile, int t)
             : SingleQueries::Columns(reader, tile, t), tile(tile), column(2 * t) {}
     };
-    // Takes out what a line does not see. Returns the scale that is still to be multiplied by.
+    // Masks what a line does not see. Returns the scale that S is still to be multiplied by.
     static __device__ __forceinline__ float mask_tile(const Params& p, const Columns& columns, float (&s)[32]) {
         if (columns.whole && p.scale_log2 >= 0.0f) return p.scale_log2;
         const TileOf tile = tiles()[columns.tile];
         const int thread = read_thread_index(), line = tile.first_line + thread / 32 % 4 * 16 + thread % 32 / 4;
-        int begin[2], end[2];  // of what each of the thread's lines sees, counted from its first column
+        int begin[2], end[2];  // rows that each of the thread's lines sees, counted from the thread's first column
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int seen = tile.seen + (p.causal ? divide(line + 8 * i, p.heads) : 0),

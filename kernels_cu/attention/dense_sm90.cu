@@ -1,6 +1,6 @@
-// Dense attention of bf16 rows on Hopper: a work item is 64 lines of a request, its query tokens times its heads, which
-// share the request's rows. All rows of the call are divided evenly over the CTAs, wherever in an item a share ends, or
-// each item into equal splits (division/request_shares.cuh); dense_combine.cu merges. Pipeline and shared memory:
+// Dense attention of bf16 rows on Hopper. A work item is 64 lines of a request: its query tokens times its heads,
+// which share the request's rows. All rows of the call are divided evenly over the CTAs, or each work item into equal
+// splits (division/request_shares.cuh); dense_combine.cu merges the partial results. Pipeline and shared memory:
 // bf16_sm90.cuh.
 //
 // grid: x CTAs.
@@ -9,8 +9,8 @@
 
 struct State {
     Share<THREADS> mine;
-    float largest[2][LINES];  // of write_partial
-    int share;                // this CTA's
+    float largest[2][LINES];  // for write_partial
+    int share;                // number of this CTA's share
 };
 
 struct Dense : RequestRows {
@@ -31,7 +31,7 @@ struct Dense : RequestRows {
 #pragma unroll 1
         for (int item = state().mine.begin.item; item <= last; ++item) act(item);
     }
-    // The first of the rows of this CTA's split, counted from rows_of(..).begin.
+    // The first row of this CTA's split, counted from rows_of(..).begin.
     static __device__ __forceinline__ int first_row(int item) {
         return state().mine.begins(item) ? 0 : state().mine.begin.pair * 2 * TILE_ROWS;
     }
@@ -50,7 +50,7 @@ struct Dense : RequestRows {
     template <typename Total>
     static __device__ __forceinline__ void write(const Params& p, const Work& of, int warpgroup, int warp, int lane,
                                                  Total total_of, const float (&o)[128]) {
-        // Found anew, so that it takes no registers before.
+        // Computed anew here, so that it occupies no registers in the main loop.
         const Work w = work_of(p, opaque(of.number), num_head_tiles(p), 0);
         warp = opaque(warp);
         const Share<THREADS>& mine = state().mine;
@@ -60,7 +60,7 @@ struct Dense : RequestRows {
             return;
         }
         const PartialResults<8> partial = partial_of(p, state().share, !ends);
-        write_partial(partial, state().largest, num_line_warps(p, w), warpgroup, warp, lane, total_of, o);
+        write_partial(partial, state().largest, num_used_warps(p, w), warpgroup, warp, lane, total_of, o);
     }
 };
 

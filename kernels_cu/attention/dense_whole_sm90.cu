@@ -1,12 +1,12 @@
-// Dense attention of bf16 rows on Hopper: a work item is HEADS lines of a request (64; or 16 or 32 and padding, so that few
-// requests of many lines have more CTAs, whose results take less time) and all its rows. For short requests.
-// Rows: dense_rows.cuh. Pipeline and shared memory: bf16_sm90.cuh.
+// Dense attention of bf16 rows on Hopper, for short requests. A work item is HEADS lines of a request and all its
+// rows. (HEADS is 64; or 16 or 32 with padding to 64, so that few requests of many lines have more CTAs, which write
+// their results sooner.) Rows: dense_rows.cuh. Pipeline and shared memory: bf16_sm90.cuh.
 //
 // grid: x persistent CTAs over requests x tiles of their lines.
 #include "attention/dense_rows.cuh"
 
 struct DenseWhole : RequestRows {
-    static constexpr bool LATE = true;
+    static constexpr bool ROLES_START_EARLY = true;
 
     static __device__ __forceinline__ bool finds_work_in_memory(const Params&) { return false; }
     static __device__ __forceinline__ int num_items(const Params& p, int head_tiles) {
@@ -17,13 +17,13 @@ struct DenseWhole : RequestRows {
         const int request = head_tiles == 1 ? item : item / head_tiles;
         return split_of(request, item - request * head_tiles, item, {}, 0, length);
     }
-    // How many rows there are is not known before the launch before has ended.
+    // The number of rows is not known before the launch before has ended.
     template <typename>
     static __device__ __forceinline__ Work find_work(const Params& p, int item, int head_tiles) {
         return work_of(p, item, head_tiles, 0);
     }
     static __device__ __forceinline__ void wait(const Params& p, Work& w) {
-        wait_for_earlier_kernels();  // behind the first item these two do nothing
+        wait_for_earlier_kernels();  // after the first item these two do nothing
         let_next_kernel_start();
         const RowsOf rows = rows_of(p, w.query.b);
         w = split_of(w.query.b, w.head_tile, w.number, rows, 0, rows.count());

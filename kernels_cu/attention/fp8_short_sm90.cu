@@ -1,36 +1,38 @@
-// Sparse attention of V4_FP8 rows on Hopper, 32 or 64 heads of a query at a time, for lists of at most 256 rows: all
-// rows of a query are in shared memory at once. There is no ring, and nobody but the warps that use a row fetches it.
+// Sparse attention of V4_FP8 rows on Hopper, 32 or 64 heads of a query at a time, for lists of at most 256 rows. All
+// rows of a query are in shared memory at once: there is no ring and there are no producer warps. Each warp copies the
+// rows that it multiplies.
 //
-//   S^T = K . Q^T, O^T = V^T . P^T as in fp8_sm90.cu, whose headers make S^T. Four warpgroups, each
+// S^T = K . Q^T and O^T = V^T . P^T are computed as in fp8_sm90.cu; S^T with its headers. There are four warpgroups.
+// Each of them does:
 //
-//     ask     lengths, list entries and Q at once; then each warp copies the 16 rows whose S^T it makes
-//     Q       to f16, in the order of S^T
-//     S^T     64 rows: a tile of the warpgroup's own
-//       ----  all meet: the largest logit of each head, over all rows; nobody reads Q any more
-//     P^T     to where Q was
-//       ----  all meet
+//     loads   lengths, list entries and Q are loaded at once; then each warp copies the 16 rows of its S^T
+//     Q       becomes f16, in the order that S^T takes
+//     S^T     of 64 rows: the warpgroup's tile
+//       ----  CTA barrier: the largest logit of each head over all rows is known; Q is not needed any more
+//     P^T     is stored in the space of Q
+//       ----  CTA barrier
 //     O^T     128 of the 512 value columns, over all tiles
-//       ----  all meet
-//     results, through the place of Q and P
+//       ----  CTA barrier
+//     output  through the space of Q and P
 //
-// A reference that all rows have is found before the first P^T: so there is none that rises, nothing is multiplied
-// again, and P^T is at most 2^HEADROOM. Scales and their rounding are as in fp8_sm90.cu.
+// The reference of a head is found from all rows before the first P^T. So it never rises and nothing is rescaled, and
+// P^T is at most 2^HEADROOM. Scales and their rounding are as in fp8_sm90.cu.
 //
-// Where tiles are: main lists from tile 0 on, extra lists from the tile behind the longest main list on. So an entry's
-// place does not depend on lengths, which are loaded with it. Tiles without a valid entry are not multiplied.
+// Main lists begin at tile 0. Extra lists begin at the tile behind the longest possible main list. So the place of an
+// entry does not depend on lengths, and both are loaded at the same time. Tiles without a valid entry are not
+// multiplied.
 //
-// Shared memory, HEADS 64: Q, then four P of heads x 64 f16, 65,536; 256 rows x 592, 151,552; the rest 9,216.
-// Registers: 128, four warps of a scheduler.
-// What was tried, what bounds it: docs/kernels/fp8_short_sm90.md.
+// Shared memory in bytes, HEADS 64: Q, later four P of heads x 64 f16, 65,536; 256 rows x 592, 151,552; barriers and
+// small arrays 9,216.
 //
 // Parts, under fp8_short_sm90/:
 //
 //   plan       constants and shared memory
-//   rows       list entries, and the rows that they name
+//   rows       list entries, and copies of the rows that they name
 //   queries    Q
 //   scores     S^T and P^T
 //   values     O^T
-//   results    denominators, and O^T as results
+//   results    denominators and output
 #include "attention/fp8_short_sm90/queries.cuh"
 #include "attention/fp8_short_sm90/results.cuh"
 
@@ -38,14 +40,14 @@
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
     fp8_short_sm90(const __grid_constant__ AttentionParams p) {
     const Role who = Role::of(threadIdx.x, uniform(threadIdx.x / WARPGROUP), uniform(threadIdx.x / 32 % 4));
-    // Nothing that is derived from the lane stays in registers.
+    // The role is computed anew for each step, so that nothing derived from the lane occupies registers.
     const auto role = [&] { return rare_role(who); };
     const uint32_t full = shared_address(&rest().full[4 * who.warpgroup + who.warp]);
     if (who.lane == 0) {
         mbarrier_init(full, WARP_ARRIVALS + 32);
         mbarrier_init_fence();
     }
-    __syncwarp();  // no other warp uses it
+    __syncwarp();  // the barrier is this warp's own
     const bool has_tile = place_of_tile(p, who.warpgroup).exists;
     Item item = {query_by_branch(p, blockIdx.y), int(blockIdx.x) * HEADS};
     wait_for_earlier_kernels();
@@ -68,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
         if (tiles >> who.warpgroup & 1) {
             attend_tile(p, role(), logit_scale);
         } else {
-            pass_tile(role());
+            skip_tile(role());
         }
         finish_heads(p, item);
         const int next = blockIdx.y + (turn + 1) * gridDim.y;
@@ -77,16 +79,16 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1)
             item.query = query_by_branch(p, next);
             entry = load_entry(p, item.query, role());
         }
-        Values2 out;
+        Output2 out;
         multiply_pv(role(), tiles, out);
         release_reads();
-        meet();
+        sync_cta();
         if (next < p.num_queries) {
-            fence_proxy_async();  // between reads of rows and bulk copies to the same place
+            fence_proxy_async();  // orders reads of rows before bulk copies to the same place
             copy_rows(p, entry, role());
         }
         stage_results(role(), out);
-        meet();
+        sync_cta();
         write_results(p, done, role());
         if (next >= p.num_queries) break;
     }

@@ -1,21 +1,20 @@
-// The union of the index lists of a query group, ascending, with a bit for each row and query: a CTA a group at a time.
+// Makes the union of the index lists of a query group, in ascending order, and notes for each row which queries list
+// it. A CTA works on one group at a time.
 //
-// Row numbers are looked at in windows of 65,536, which is the size of the bitmaps in shared memory, one for each
-// query. If the cache has very many rows the first window is an eighth of that: enough to judge lists that share
-// little.
+// Row numbers are worked on in windows of 65,536, the size of a bitmap in shared memory; there is one bitmap for each
+// query. If the cache has very many rows, the first window is an eighth of that: it suffices to reject groups whose
+// lists share little.
 //
-//   insert   each entry in the window sets its bit; an entry that finds it set is noted as a duplicate
-//   count    rows of the union before each word of the bitmaps: each warp in its share of the words, then over the
-//            warps
-//   judge    lists that share too little, or repeat too much, are left to another kernel, as early as possible
-//   write    the rows of the union and the queries that do not list them: a warp 256 row numbers at a time, a lane 8
-//            of them
+//   insert   each entry in the window sets its bit; an entry whose bit is set already is noted as a duplicate
+//   count counts the union's rows before each word of the bitmaps: within each warp's share of words, then over warps
+//   judge    groups whose lists share too little or repeat too much are left to another kernel, as early as possible
+//   write    writes the union's rows and the queries that do not list them: a warp 256 row numbers at a time, a lane 8
 //   repeat   a duplicate marks its row as `twice`; rows listed more often than twice are appended, in order
 //
-// The order in which threads find duplicates does not reach the results: duplicates set bits, or are sorted.
+// Results do not depend on the order in which threads find duplicates: duplicates set bits, or are sorted.
 //
-// Threads and shared memory are in proportion to the queries, so that a multiprocessor always works on 16 queries: 228
-// KB hold no more. Bytes for each query: bitmap 8,192, staged or appended rows 2,048, duplicates 1,536; and 4,096 for
+// Threads and shared memory grow with the group's queries, so that an SM always works on 16 queries: 228 KB hold no
+// more. Bytes for each query: bitmap 8,192, staged or appended rows 2,048, duplicates 1,536; and 4,096 a group for
 // counts.
 #include "attention/grouped.cuh"
 #include "tile/warp.cuh"
@@ -23,12 +22,12 @@
 constexpr int THREADS = 128 * QUERIES, WARPS = THREADS / 32;
 constexpr int WORDS = 2048;                                                  // of a bitmap
 constexpr int MAX_DUPLICATES = 384 * QUERIES, MAX_APPENDED = 128 * QUERIES;  // of a window
-// Of loads, an entry of each query's list, that a thread has under way.
+// How many entries of each query's list a thread loads at a time.
 constexpr int ROUNDS = QUERIES < 8 ? 8 / QUERIES : 1;
-constexpr int ENOUGH = 128;  // entries that must be seen before a window that is not the last is judged
-constexpr int MANY = 8;      // cache rows for each list entry, from which the first window is a small one
+constexpr int ENOUGH = 128;  // entries that must be seen before a group is judged, unless it is the last window
+constexpr int MANY = 8;      // the first window is small if the cache has this many rows for each list entry
 
-// Duplicates to be appended, as found and sorted: (row in the window) * MAX_QUERIES + query.
+// Duplicates to be appended, as found, and sorted: (row in the window) * MAX_QUERIES + query.
 struct Appended {
     uint32_t found[MAX_APPENDED], sorted[MAX_APPENDED];
 };
@@ -37,14 +36,14 @@ struct Shared {
     uint32_t bits[QUERIES][WORDS];
     uint16_t before[WORDS];  // rows of the union before a word, within the warp's share
     union {
-        uint16_t staged[WARPS][256];  // of a warp's 256 row numbers: `excluded` and the number
+        uint16_t staged[WARPS][256];  // of a warp's 256 row numbers: `excluded`, and the number's low byte
         Appended appended;
     };
     uint32_t duplicates[MAX_DUPLICATES];
-    int rows[32], entries[32], first[32];  // of a warp's share: rows, bits in all bitmaps, rows before the share
-    int length[QUERIES];                   // of the queries' lists
+    int rows[32], entries[32], first[32];  // for each warp's share: rows, bits in all bitmaps, rows before it
+    int length[QUERIES];                   // length of each query's list
     int num_duplicates, num_found;
-    int num_rows, num_entries;  // rows of the window, entries of the windows so far
+    int num_rows, num_entries;  // rows of this window; entries in all windows so far
 };
 
 extern __shared__ __align__(16) uint8_t shared[];
@@ -55,7 +54,7 @@ __device__ __forceinline__ int sum_before(int x, int lane) { return inclusive_su
 
 struct Group {
     const GroupedParams& p;
-    int first_query, queries;  // of the call's last group maybe fewer than QUERIES
+    int first_query, queries;  // the call's last group may have fewer than QUERIES
     int words, share;          // words of a bitmap in the window, and a warp's share of them
     int32_t* rows;
     uint8_t* excluded;
@@ -66,7 +65,7 @@ __device__ __forceinline__ const int32_t* list_of_query(const Group& g, int quer
     return g.p.main.indices + (g.first_query + query) * g.p.main.index_stride_b;
 }
 
-// The bits of a word in the bitmap of any query.
+// The union of a word over all queries' bitmaps.
 __device__ __forceinline__ uint32_t any_query(int word) {
     uint32_t bits = 0;
 #pragma unroll
@@ -74,7 +73,7 @@ __device__ __forceinline__ uint32_t any_query(int word) {
     return bits;
 }
 
-// Sets the bits of the window of `span` rows from `begin` on, and notes duplicates.
+// Sets the bits of the window of `span` rows that begins with row `begin`, and notes duplicates.
 __device__ __forceinline__ void insert(const Group& g, int32_t begin, uint32_t span) {
     for (int i = threadIdx.x; i < g.words; i += THREADS) {
 #pragma unroll
@@ -103,7 +102,7 @@ __device__ __forceinline__ void insert(const Group& g, int32_t begin, uint32_t s
     __syncthreads();
 }
 
-// Fills `before`, `rows`, `entries`, `first`, and the counts of the window.
+// Fills `before`, `rows`, `entries`, `first`, and the window's counts.
 __device__ __forceinline__ void count(const Group& g, int warp, int lane) {
     int rows = 0, entries = 0;
     for (int i = 0; i < g.share; i += 32) {
@@ -143,10 +142,10 @@ __device__ __forceinline__ void count(const Group& g, int warp, int lane) {
     __syncthreads();
 }
 
-// The lowest bit of each byte of x, as the lowest four bits of a word.
+// Packs the lowest bit of each byte of x into four bits.
 __device__ __forceinline__ uint32_t gather_bits(uint32_t x) { return (x & 0x01010101) * 0x01020408 >> 24; }
 
-// Writes the window's rows, and which queries do not list them, from place `end` of the union on.
+// Writes the window's rows, and which queries do not list them, to the union from index `end` on.
 __device__ __forceinline__ void write_rows(const Group& g, int32_t begin, int end, int warp, int lane) {
     uint16_t* staged = sm().staged[warp];
     for (int word = 8 * warp; word < g.words; word += 8 * WARPS) {
@@ -177,13 +176,13 @@ __device__ __forceinline__ void write_rows(const Group& g, int32_t begin, int en
     }
 }
 
-// Clears the `twice` bits of the tiles that begin with rows `begin` .. end - 1 of the union.
+// Clears the `twice` words of the tiles that begin with rows `begin` .. end - 1 of the union.
 __device__ __forceinline__ void clear_twice(const Group& g, int begin, int end) {
     for (int i = num_tiles(begin) * 2 * QUERIES + threadIdx.x; i < num_tiles(end) * 2 * QUERIES; i += THREADS)
         g.twice[i] = 0;
 }
 
-// Duplicates mark their row as `twice`. A duplicate that finds it marked goes to `found`.
+// Duplicates mark their row as `twice`. If it is marked already, the duplicate goes to `found`.
 __device__ __forceinline__ void mark_duplicates(const Group& g, int end) {
     uint32_t bit[MAX_DUPLICATES / THREADS], was[MAX_DUPLICATES / THREADS];
 #pragma unroll
@@ -206,7 +205,7 @@ __device__ __forceinline__ void mark_duplicates(const Group& g, int end) {
     __syncthreads();
 }
 
-// Sorts what is found. A warp finds the place of one duplicate at a time.
+// Sorts `found` into `sorted`. A warp finds the place of one duplicate at a time.
 __device__ __forceinline__ void sort_found(int warp, int lane) {
     const int n = sm().num_found;
     for (int i = warp; i < n; i += WARPS) {
@@ -220,7 +219,7 @@ __device__ __forceinline__ void sort_found(int warp, int lane) {
     __syncthreads();
 }
 
-// Writes the group's union. Returns its rows, 0 for a group that is left to another kernel.
+// Writes the group's union. Returns its number of rows; 0 if the group is left to another kernel.
 __device__ __forceinline__ int unite(Group& g) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t slots = min(g.p.main.num_slots, int64_t(0x7fffffff));
@@ -275,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
         const int rows = unite(g);
         if (threadIdx.x == 0) p.group_lengths[index] = rows;
         if (threadIdx.x < g.queries) p.left[first + threadIdx.x] = rows > 0 ? -1 : call_length(p, first + threadIdx.x);
-        __syncthreads();  // until every thread has read what the next group writes over
+        __syncthreads();  // every thread has read what the next group overwrites
     }
 }
 

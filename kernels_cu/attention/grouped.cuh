@@ -1,9 +1,9 @@
-// Query groups: neighbouring queries as one tile of 64 heads, over the union of their index lists.
+// Query groups: the heads of neighbouring queries are one tile of 64 lines, over the union of the queries' index
+// lists.
 #pragma once
 #include "attention/params.cuh"
 
 // Query group n has queries n * queries, ... of the call. In the base, main.lengths is `left`.
-// cupy_mla/cuda/structs.py declares the same fields.
 struct GroupedParams : AttentionParams {
     const int32_t* list_lengths;  // [num_queries], or null
     // [num_groups, capacity] the union; a row listed more than twice comes several times.
@@ -11,7 +11,7 @@ struct GroupedParams : AttentionParams {
     uint8_t* excluded;                // [num_groups, capacity] bit q: query q of the group does not list the row
     uint64_t* twice;                  // [num_groups, tile, queries] bit i: row i of the tile counts twice
     int32_t* group_lengths;           // [num_groups] rows of the union; 0: the queries are left to another kernel
-    int32_t* left;                    // [num_queries] list length for the other kernel, -1: the query has its results
+    int32_t* left;                    // [num_queries] list length for the other kernel; -1: the query has its results
     int32_t queries;                  // of a group; queries * h_q <= 64
     int32_t first_group, num_groups;  // of this launch; `rows` to `group_lengths` begin with its first
     int32_t capacity;                 // queries * topk

@@ -1,10 +1,11 @@
-// A token's heads times the rows of its list or range, for kernels that want no more of the product than its numbers.
+// Products of a token's heads with the rows of its list or range, for kernels that need nothing of them but the
+// scores.
 //
-//   CTA      8 warps; HEADS heads of a token at a time stand in shared memory
-//   a warp   has 32 entries of each ROUND: rows go from memory to registers, as A operands, 64 bytes of a row at a time;
-//            the next 64 bytes are under way
+//   CTA      8 warps; HEADS heads of a token at a time are in shared memory
+//   a warp   takes 32 entries of each ROUND. It loads rows from memory to registers as A operands, 64 bytes of a row
+//            at a time, with the next 64 bytes in flight
 //
-// A lane's 16 bytes of a row and of a head are the same values for A and B, so any order of them is as good.
+// A lane loads the same 16 bytes of a row (A) and of a head (B), so the order of k does not matter.
 #pragma once
 #include "ptx/mma_sync.cuh"
 #include "ptx/shared.cuh"
@@ -21,7 +22,7 @@ struct HeadScoresParams {
     const bf16* kv;                                 // [s_kv, D_QK]
     const int32_t* indices;                         // [tokens, topk] rows; null: entry j is row j
     const int32_t* starts;                          // [tokens] the first entry; null: 0
-    const int32_t* ends;                            // [tokens] that behind the last one; null: topk
+    const int32_t* ends;                            // [tokens] the entry after the last one; null: topk
     int64_t q_token, q_head, kv_row, index_stride;  // items
     int32_t h_q, topk, s_kv;
     float scale_log2;  // sm_scale * log2(e)
@@ -46,7 +47,7 @@ struct Entries {
     }
 };
 
-// Bring heads from `first` on to shared memory; those that do not exist are zeros.
+// Copies heads from `first` on to shared memory; heads that do not exist are zeros.
 __device__ __forceinline__ void bring_heads(const HeadScoresParams& p, int first) {
     const bf16* from = p.q + blockIdx.x * p.q_token;
     for (int item = threadIdx.x; item < HEADS * CHUNKS; item += THREADS) {
@@ -56,10 +57,10 @@ __device__ __forceinline__ void bring_heads(const HeadScoresParams& p, int first
     }
 }
 
-// A lane's rows: entries g + 8 x of the warp's 32; as numbers, which take fewer registers than addresses.
+// A lane's rows: entries g + 8 x of the warp's 32. Row numbers take fewer registers than addresses.
 using Rows = int[4];
 
-// Finds them, from entry `first` on; returns whether the warp has one at all.
+// Finds a lane's rows, where the warp's entries begin with `first`. Returns whether the warp has any row.
 __device__ __forceinline__ bool find_rows(const HeadScoresParams& p, const Entries& entries, int first, Rows& rows) {
     bool some = false;
 #pragma unroll

@@ -1,11 +1,10 @@
-// Merges the attention of several ranks, each over its own rows:
-//   lse = log sum_r exp(lse_r),  out = sum_r exp(lse_r - lse) out_r,  times 1 / (1 + exp(sink - lse)).
+// Merges the attention results of several ranks, each over its own rows:
 //
 //   grid   x token, y head
-//   CTA    128 threads, 4 output columns each; the loads of AT_ONCE ranks are under way at a time
+//   CTA    128 threads with 4 output columns each; the loads of AT_ONCE ranks are in flight at a time
 //
-// Ranks are added in their order. A rank with an infinite lse had no row: nothing of its output is added.
-// BF16: the ranks' outputs are bfloat16, otherwise float32.
+// Ranks are added in their order. A rank whose lse is infinite had no row, and its output is ignored. BF16: the ranks'
+// outputs are bfloat16, otherwise float32.
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -57,7 +56,7 @@ __device__ __forceinline__ void store_values(bf16* to, const float4& v, bool ali
     to[3] = bf16(two.y >> 16);
 }
 
-// The largest of the ranks' lse, infinite ones aside; -INF where there is none.
+// The largest finite lse of the ranks; -INF if there is none.
 __device__ __forceinline__ float largest_lse(const float* lses, const MergeRanksParams& p) {
     float top = -INF;
     for (int rank = 0; rank < p.ranks; ++rank) {

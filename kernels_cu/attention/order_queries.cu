@@ -1,8 +1,8 @@
-// The queries of a call in order of list length, the longest lists first, for kernels whose CTAs take several queries
-// in a fixed order.
+// Orders the queries of a call by list length, the longest lists first, for kernels whose CTAs take several queries in
+// a fixed order.
 //
-// One CTA counts the queries in each of BINS ranges of length, sums up, and gives every query a place. The order
-// within a bin is left to chance: it decides when a query is worked on, and nothing else.
+// One CTA counts the queries in each of BINS ranges of length, sums the counts up, and gives every query a place. The
+// order within a bin is arbitrary: it decides only when a query is worked on.
 #include "attention/params.cuh"
 #include "tile/warp.cuh"
 
@@ -11,7 +11,8 @@ constexpr int THREADS = 1024, BINS = THREADS;
 __shared__ int places[BINS];
 __shared__ int warp_sums[32];
 
-// Longest first. A query without a list or with a negative length (nothing to do) comes last.
+// The bin of a query; the longest lists have bin 0. A query with an empty list or a negative length (nothing to do)
+// comes last.
 __device__ __forceinline__ int bin_of(const AttentionParams& p, int query) {
     const int length = list_length(p.main, query_of(p, query).b);
     return int(int64_t(p.main.topk - length) * (BINS - 1) / max(p.main.topk, 1));
@@ -28,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) order_queries(const __g
     const int end = inclusive_sum(count, lane);
     if (lane == 31) warp_sums[warp] = end;
     __syncthreads();
-    // Up to the previous warp.
+    // The sum over all previous warps.
     const int before = __shfl_sync(~0u, inclusive_sum(warp_sums[lane], lane), (warp + 31) % 32);
     places[threadIdx.x] = end - count + (warp > 0 ? before : 0);
     __syncthreads();

@@ -1,11 +1,11 @@
-// Who a thread of a consumer warpgroup is.
+// The role of a thread in a consumer warpgroup.
 #pragma once
 #include "tile/warp.cuh"
 
 constexpr int WARPGROUP = 128;  // threads
 
-// Warpgroup, warp of it, and lane 4 g + t, which holds rows g and g + 8 of its warp's 16 and columns 2 t, 2 t + 1 of
-// eight.
+// Warpgroup, warp in it, and lane 4 g + t. The lane holds rows g and g + 8 of its warp's 16, and columns 2 t and 2 t +
+// 1 of each eight.
 struct Role {
     int warpgroup, warp, lane, g, t;
 

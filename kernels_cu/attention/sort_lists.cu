@@ -1,38 +1,26 @@
-// Sorts index lists by the range of the cache that their rows lie in, for caches that L2 does not hold: CTAs that work
-// on different queries then read the same range at about the same time.
+// Sorts index lists by ranges of the cache, for caches that do not fit L2: CTAs that work on different queries then
+// read the same range at about the same time.
 //
 // A CTA sorts SEGMENT entries of a list by the upper bits of the row number, into at most RANGES ranges. Entries of a
-// range stay in order, so the result is the same every time. Each warp counts the ranges in its share of the segment,
-// the counts give its entries their places, and it stores them there.
+// range keep their order, so the result is always the same. Each warp counts the entries of each range in its share of
+// the segment. The counts give each range its place; then the warp stores its entries there.
 #include "attention/params.cuh"
 #include "tile/warp.cuh"
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
-constexpr int SHARE = SEGMENT / WARPS, BATCH = 8;  // entries of a warp; loads of a lane under way
+constexpr int SHARE = SEGMENT / WARPS, BATCH = 8;  // entries of a warp; loads that a lane has in flight
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct SortParams : AttentionParams {
     int32_t* sorted;   // [num_queries, topk]
     int32_t segments;  // of a list
-    int32_t shift;     // of a row number, which gives its range
+    int32_t shift;     // a row's range is its number >> shift
 };
 
 __shared__ int32_t staged[SEGMENT];
 __shared__ int places[WARPS][RANGES];
 
-// The lanes whose entries are in the same range as this lane's. (match.any looks at one range after the other: 40 us
-// more.)
-__device__ __forceinline__ uint32_t alike(bool here, int range) {
-    uint32_t lanes = __ballot_sync(~0u, here);
-#pragma unroll
-    for (int bit = 1; bit < RANGES; bit *= 2) {
-        const uint32_t set = __ballot_sync(~0u, range & bit);
-        lanes &= range & bit ? set : ~set;
-    }
-    return lanes;
-}
-
-// Calls act(here, entry, range) for this lane's entries, all lanes together; not `here`: beyond the end.
+// Calls act(here, entry, range) for this lane's entries, all lanes together. Without `here` there is no entry.
 template <typename Do>
 __device__ __forceinline__ void for_each_entry(const int32_t* list, int count, int shift, Do act) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -64,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_lists(const __grid_co
         if (here) atomicAdd(&places[warp][range], 1);
     });
     __syncthreads();
-    int before = 0, all = 0;  // entries in range `lane` of the warps before this one, of all warps
+    int before = 0, all = 0;  // entries in range `lane`: of the warps before this one, and of all warps
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
         before += w < warp ? places[w][lane] : 0;
@@ -75,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_lists(const __grid_co
     places[warp][lane] = place - all + before;
     __syncwarp();
     for_each_entry(list, count, p.shift, [&](bool here, int32_t entry, int range) {
-        const uint32_t same = alike(here, range), earlier = same & ((1u << lane) - 1);
+        const uint32_t same = lanes_with_same<RANGES>(here, range), earlier = same & ((1u << lane) - 1);
         const int first = places[warp][range];
         __syncwarp();
         if (here && earlier == 0) places[warp][range] = first + __popc(same);

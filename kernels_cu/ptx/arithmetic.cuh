@@ -29,7 +29,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// div.rn, mul.rn, add.rn, sub.rn: rounded to nearest. Subnormals stay, whatever the compiler's options say.
+// div.rn, mul.rn, add.rn, sub.rn: rounded to nearest. They keep subnormals, whatever the compiler's options say.
 __device__ __forceinline__ float divide_exactly(float a, float b) {
     float q;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b));
@@ -59,7 +59,8 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     return y;
 }
 
-// a / divisor as a product with the reciprocal, corrected by the remainder (mul.rn, two fma.rn). Subnormals stay.
+// a / divisor, computed as a product with the reciprocal that is corrected by the remainder (mul.rn, two fma.rn).
+// Keeps subnormals.
 __device__ __forceinline__ float divide_by_constant(float a, float divisor) {
     float quotient;
     asm("{\n"
@@ -73,14 +74,15 @@ __device__ __forceinline__ float divide_by_constant(float a, float divisor) {
     return quotient;
 }
 
-// min.u32. Of a minimum that is used as an index the compiler makes one of 64 bits: three instructions instead of one.
+// min.u32. If a minimum is used as an index, the compiler computes it in 64 bits, with three instructions instead of
+// one.
 __device__ __forceinline__ uint32_t min_in_32_bits(uint32_t a, uint32_t b) {
     uint32_t y;
     asm("min.u32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
 
-// Two numbers in the halves of a word. The maximum of a number and a NaN is the number.
+// Operations on two 16-bit floats in the halves of a word. The maximum of a number and a NaN is the number.
 __device__ __forceinline__ uint32_t abs_bf16x2(uint32_t x) {
     uint32_t y;
     asm("abs.bf16x2 %0, %1;" : "=r"(y) : "r"(x));
@@ -102,7 +104,7 @@ __device__ __forceinline__ uint32_t max_or_nan_bf16x2(uint32_t a, uint32_t b) {
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
-// The larger magnitude, max(|a|, |b|). The sign is that of a xor b.
+// The larger magnitude, max(|a|, |b|), with the sign of a xor b.
 __device__ __forceinline__ uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
     uint32_t y;
     asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
@@ -140,5 +142,5 @@ __device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
     return product;
 }
 
-// The larger of the two halves, as bits: positive numbers are ordered as their bits are.
+// The larger half, as bits. Positive floats compare as their bits do.
 __device__ __forceinline__ uint32_t larger_half(uint32_t two) { return max(two & 0xffff, two >> 16); }

@@ -25,7 +25,7 @@ __device__ __forceinline__ int cluster_index() {
     return index;
 }
 
-// Wait for all threads of the cluster. What they wrote before to shared or global memory is then visible to all of
+// Waits for all threads of the cluster. What they wrote before to shared or global memory is then visible to all of
 // them.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile(
@@ -40,8 +40,8 @@ __device__ __forceinline__ void cluster_arrive() {
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// As cluster_sync, with a single fence a CTA, by the thread that passes true. The threads that wrote must have met that
-// thread at a barrier of their CTA.
+// As cluster_sync, but only one thread of a CTA fences, the one that passes true. The threads that wrote must have met
+// that thread at a barrier of their CTA.
 __device__ __forceinline__ void cluster_sync_with_one_fence(bool fences) {
     if (fences) fence_cluster();
     __syncwarp();
@@ -51,7 +51,7 @@ __device__ __forceinline__ void cluster_sync_with_one_fence(bool fences) {
             : "memory");
 }
 
-// The same place in the shared memory of CTA `rank` of the cluster.
+// The same address in the shared memory of CTA `rank` of the cluster.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));

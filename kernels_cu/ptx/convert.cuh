@@ -40,13 +40,13 @@ __device__ __forceinline__ uint32_t bf16x2_to_f16x2(uint32_t packed) {
     return pack_f16x2(bf16_low(packed), bf16_high(packed));
 }
 
-// The power of two with a biased exponent (2^(exponent - 127)), and its inverse.
+// The power of two with a biased exponent, 2^(exponent - 127); and its inverse.
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent) << 23); }
 __device__ __forceinline__ float inverse_power_of_two(int exponent) {
     return __uint_as_float(uint32_t(254 - exponent) << 23);
 }
 
-// The same twice, as bfloat16.
+// The same power of two as a pair of bfloat16.
 __device__ __forceinline__ uint32_t power_of_two_bf16x2(int exponent) { return uint32_t(exponent) * 0x00800080; }
 
 // A UE8M0 byte to the power of two it stands for. 0 is 2^-127, 255 is NaN.
@@ -55,8 +55,8 @@ __device__ __forceinline__ float ue8m0_to_float(uint32_t byte) {
     return __uint_as_float(max(byte << 23, 0x00400000u) | nan);
 }
 
-// Two of four e4m3 bytes, which `select` (of prmt) puts into the upper bytes of two halves, to f16, exact: s eeee mmm is
-// shifted to the f16 s 0eeee mmm0..., which is 2^8 too small. For GPUs before sm_89.
+// Two of four e4m3 bytes to f16, exact, for GPUs before sm_89. `select` (of prmt) puts the bytes into the upper bytes
+// of two halves. s eeee mmm is shifted to the f16 s 0eeee mmm0..., which is 2^8 too small.
 __device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint32_t bytes, uint32_t select) {
     const uint32_t upper = __byte_perm(bytes, 0, select);
     const uint32_t nan = ((upper & 0x7f007f00u) + 0x01000100u) & 0x80008000u;

@@ -28,11 +28,11 @@ __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, bool v
 // cp.async.commit_group: the copies that this thread has started since the last commit become one group.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// cp.async.wait_group: wait until at most N of this thread's newest groups are under way.
+// cp.async.wait_group: waits until at most N of this thread's newest groups are in flight.
 template <int N>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// cp.async.wait_all: wait until all copies that this thread has started are done, committed or not.
+// cp.async.wait_all: waits until all copies that this thread has started are done, committed or not.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -1,6 +1,6 @@
-// PTX ISA: ldmatrix (sm_75), stmatrix (sm_90): matrices of 8 x 8 16-bit items between shared memory and fragments. A
-// fragment holds row g, columns 2 t and 2 t + 1 in lane 4 g + t. Lanes 8 i .. 8 i + 7 give the addresses of the lines
-// of matrix i.
+// PTX ISA: ldmatrix (sm_75), stmatrix (sm_90). They move matrices of 8 x 8 16-bit items between shared memory and
+// fragments. In a fragment lane 4 g + t holds row g, columns 2 t and 2 t + 1. Lanes 8 i .. 8 i + 7 pass the addresses
+// of the lines of matrix i.
 #pragma once
 #include "ptx/types.cuh"
 

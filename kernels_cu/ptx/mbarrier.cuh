@@ -12,13 +12,14 @@ __device__ __forceinline__ void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// One arrival. It releases what this thread has written.
+// One arrival. What this thread has written before is visible to those that wait.
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrivals of a warp. Lanes that arrive take turns, so one lane arrives for all. With EVERY_LANE_ARRIVES all lanes do:
-// racecheck does not see that they have met before (benchmarks/racecheck.py).
+// The number of arrivals with which a warp arrives. Arrivals of several lanes are serialised, so one lane arrives for
+// all. With EVERY_LANE_ARRIVES all lanes arrive: racecheck does not see that they have met before
+// (benchmarks/racecheck.py).
 #ifdef EVERY_LANE_ARRIVES
 constexpr int WARP_ARRIVALS = 32;
 #else
@@ -30,7 +31,7 @@ __device__ __forceinline__ void mbarrier_arrive_for_warp(uint32_t barrier, int l
     if (WARP_ARRIVALS == 32 || lane == 0) mbarrier_arrive(barrier);
 }
 
-// A warp's arrival at the barrier that stands so many bytes behind `barrier`. One lane arrives; the lanes need not have met.
+// A warp's arrival at the barrier BYTES_BEHIND bytes behind `barrier`. One lane arrives; the lanes need not have met.
 template <int BYTES_BEHIND>
 __device__ __forceinline__ void mbarrier_arrive_elected(uint32_t barrier) {
     if constexpr (WARP_ARRIVALS == 32) {
@@ -61,13 +62,13 @@ __device__ __forceinline__ void mbarrier_arrive_expecting_for_warp(uint32_t barr
     }
 }
 
-// One arrival, once all cp.async that this thread has started so far are done.
+// One arrival, which happens once all cp.async that this thread has started so far are done.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// cp.async.bulk: start to copy `bytes` from global to shared memory. Both addresses and the count are multiples of 16.
-// The copied bytes count at `barrier`.
+// cp.async.bulk: starts to copy `bytes` from global to shared memory. Both addresses and the count are multiples of
+// 16. `barrier` counts the bytes that have arrived.
 __device__ __forceinline__ void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
@@ -99,7 +100,8 @@ __device__ __forceinline__ bool mbarrier_done(uint32_t barrier, uint32_t parity)
     return done != 0;
 }
 
-// Wait for the end of the phase of the given parity. Before sm_90 there is only a test that does not suspend the thread.
+// Waits for the end of the phase of the given parity. Before sm_90 there is only a test that does not suspend the
+// thread.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(

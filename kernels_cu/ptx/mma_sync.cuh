@@ -1,10 +1,11 @@
-// PTX ISA: mma.sync.aligned.m16n8k16 on bfloat16 or float16 (sm_80) and .m16n8k32 on e4m3 (sm_89), float32 accumulators.
+// PTX ISA: mma.sync.aligned.m16n8k16 on bfloat16 or float16 (sm_80) and .m16n8k32 on e4m3 (sm_89), with float32
+// accumulators.
 //
 // Fragments of a warp, lane = 4 * g + t:
-//   A (16 x 16): a[0] row g, columns 2t 2t+1; a[1] row g + 8; a[2], a[3] the same rows, 8 columns on
-//   B (16 x 8):  b[0] rows 2t 2t+1, column g; b[1] 8 rows on
+//   A (16 x 16): a[0] row g, columns 2t 2t+1; a[1] row g + 8; a[2], a[3] the same rows, 8 columns further
+//   B (16 x 8):  b[0] rows 2t 2t+1, column g; b[1] 8 rows further
 //   C (16 x 8):  c[0] c[1] row g, columns 2t 2t+1; c[2] c[3] row g + 8
-// On e4m3 a register holds four values of k instead of two.
+// With e4m3 a register holds four values of k instead of two.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -2,17 +2,17 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// bar.sync: wait until `threads` threads have arrived at barrier `id`, this one included.
+// bar.sync: waits until `threads` threads have arrived at barrier `id`, this one included.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// bar.arrive: arrive, and go on at once.
+// bar.arrive: arrives, and does not wait.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// bar.red.or: wait as named_barrier_sync does. Returns true if any of the threads passed true.
+// bar.red.or: waits as named_barrier_sync does. Returns true if any of the threads passed true.
 __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool mine) {
     uint32_t any;
     asm volatile(

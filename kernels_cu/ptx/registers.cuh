@@ -1,9 +1,10 @@
-// PTX ISA: mov from special registers (%tid, %nctaid), and an empty statement that hides a value from the compiler.
+// PTX ISA: mov from special registers (%tid, %nctaid); and an empty asm statement that hides a value from the
+// compiler.
 #pragma once
 #include "ptx/types.cuh"
 
-// Returns the value. The compiler knows nothing of it from here on, so it cannot hoist what is derived from it out of a
-// loop, where it would occupy registers.
+// Returns x. The compiler does not know that, so it cannot hoist out of a loop what is derived from the result. There
+// it would occupy registers.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
@@ -15,14 +16,14 @@ __device__ __forceinline__ uint32_t opaque_value(uint32_t x) {
     return x;
 }
 
-// threadIdx.x, read anew wherever it is asked for, so that nothing derived from it stays in registers.
+// threadIdx.x, read anew at each call, so that nothing derived from it stays in registers.
 __device__ __forceinline__ int read_thread_index() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
 
-// gridDim.x, read anew wherever it is asked for.
+// gridDim.x, read anew at each call.
 __device__ __forceinline__ int read_num_ctas() {
     int ctas;
     asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(ctas));

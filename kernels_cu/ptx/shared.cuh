@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// The address of shared memory as PTX instructions want it.
+// The address of shared memory in the form that PTX instructions take.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }

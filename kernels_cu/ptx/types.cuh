@@ -18,7 +18,7 @@ struct alignas(8) Vec8 {
 
 static_assert(sizeof(int64_t) == 8 && sizeof(Vec16) == 16, "");
 
-// A member's place in a struct, as a constant expression. NVRTC has no <cstddef>, and no __builtin_offsetof.
+// A member's offset in a struct, as a constant expression. NVRTC has no <cstddef>, and no __builtin_offsetof.
 #define offsetof(type, member) int(__INTADDR__(&(((type*)0)->member)))
 
 #define INF __int_as_float(0x7f800000)

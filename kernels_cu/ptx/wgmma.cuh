@@ -1,15 +1,15 @@
-// PTX ISA: wgmma.mma_async with float32 accumulators, A in shared memory or in registers: m64nNk16 on bfloat16 or float16,
-// N = 16, 32, 64 or 256, and 8 with A in shared memory; m64nNk32 on e4m3, N = 32, 64, 128, 192 or 256; wgmma.fence,
-// .commit_group, .wait_group. sm_90a.
+// PTX ISA: wgmma.mma_async with float32 accumulators, A in shared memory or in registers: m64nNk16 on bfloat16 or
+// float16, N = 16, 32, 64 or 256, and 8 with A in shared memory; m64nNk32 on e4m3, N = 32, 64, 128, 192 or 256;
+// wgmma.fence, .commit_group, .wait_group. sm_90a.
 //
-// A warpgroup multiplies together. Accumulators of warp w, lane 4 g + t: c[4 j + 2 i + k] is row 16 w + g + 8 i,
-// column 8 j + 2 t + k. A in registers: each warp holds its 16 rows as fragments of mma.m16n8k16 (mma_sync.cuh).
+// A warpgroup multiplies together. In warp w, lane 4 g + t, accumulator c[4 j + 2 i + k] is row 16 w + g + 8 i, column
+// 8 j + 2 t + k. A in registers: each warp holds its 16 rows as fragments of mma.m16n8k16 (mma_sync.cuh).
 #pragma once
 #include "ptx/registers.cuh"
 #include "ptx/types.cuh"
 
-// The description of an operand in shared memory under the 128-byte swizzle: a core matrix is 8 lines of 128 bytes (64
-// values), and 16-byte chunk c of line r stands at c ^ (r & 7) (tile/swizzle.cuh).
+// The descriptor of an operand in shared memory under the 128-byte swizzle. A core matrix is 8 lines of 128 bytes (64
+// values); 16-byte chunk c of line r is at c ^ (r & 7) (tile/swizzle.cuh).
 //   K-major (Q, K):  lines are rows; `line_groups` = bytes from 8 rows to the next 8.
 //   MN-major (V):    lines are steps of k, 64 columns wide; `line_groups` as above, `columns` = bytes to the next 64.
 __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t line_groups, uint32_t columns) {
@@ -17,21 +17,21 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t lin
            (address & 0x3ffff) >> 4;
 }
 
-// The same of a K-major operand without swizzle: 8 lines of 16 bytes make 128 bytes; `columns` = bytes to the next 8
-// of k.
+// The same for a K-major operand without swizzle. There 8 lines of 16 bytes make 128 bytes; `columns` = bytes to the
+// next 8 of k.
 __device__ __forceinline__ uint64_t wgmma_plain_operand(uint32_t address, uint32_t line_groups, uint32_t columns) {
     return uint64_t(line_groups >> 4) << 32 | uint64_t(columns >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// The description of an operand that starts `bytes` further on, a multiple of 16. Cheaper than a new description: that
-// takes four uniform instructions, each waiting for the one before, in front of every wgmma.
+// The descriptor of an operand that starts `bytes` further on, a multiple of 16. That is cheaper than a new
+// descriptor, which takes four dependent uniform instructions before every wgmma.
 __device__ __forceinline__ uint64_t wgmma_further(uint64_t operand, uint32_t bytes) {
     const uint32_t high = uint32_t(operand >> 32);
-    const uint32_t low = opaque_value(uint32_t(operand));  // or the compiler makes more than an addition of it
+    const uint32_t low = opaque_value(uint32_t(operand));  // else the compiler makes more than one addition of it
     return uint64_t(high) << 32 | (low + (bytes >> 4));
 }
 
-// The description of number `i` of operands that stand `bytes` apart, multiples of 16.
+// The descriptor of number `i` of operands that are `bytes` apart, a multiple of 16.
 __device__ __forceinline__ uint64_t wgmma_operand_number(uint64_t first, int i, int bytes) {
     const uint32_t low = opaque_value(uint32_t(first));
     return first >> 32 << 32 | (low + uint32_t(i * (bytes / 16)));
@@ -43,19 +43,20 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 // wgmma.commit_group
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// wgmma.wait_group: wait until at most N of the newest groups are under way.
+// wgmma.wait_group: waits until at most N of the newest groups are running.
 template <int N>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
 enum class Values { BF16, F16 };
-// SET: c = A . B, and c is not read, so that the compiler sees no dependence on it. ADD: c += A . B.
+// SET: c = A . B. c is not read, so the compiler sees no dependence on it. ADD: c += A . B.
 enum class Sum { SET, ADD };
-// How an operand lies in shared memory: K, the values of one row or column side by side; MN, those of one step of k.
+// The layout of an operand in shared memory. K: the values of a row or column are contiguous. MN: those of a step of k
+// are.
 enum class Major { K, MN };
 
-// An instruction names each register. So lists of registers are spelled out here, once: R<n> is the text, C<n>(k) the
+// An instruction names each register, so lists of registers are spelled out here, once: R<n> is the text, C<n>(k) the
 // accumulators with constraint k.
 #define C4_AT(k, i) k(c[i]), k(c[i + 1]), k(c[i + 2]), k(c[i + 3])
 #define C16_AT(k, i) C4_AT(k, i), C4_AT(k, i + 4), C4_AT(k, i + 8), C4_AT(k, i + 12)
@@ -92,8 +93,8 @@ enum class Major { K, MN };
     asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k16.f32." type "." type " {" registers "}, " inputs ";" \
                  : outputs                                                                                         \
                  : __VA_ARGS__)
-// The instruction for VALUES and SUM, template parameters of the function around it. `inputs` is the text of the operands
-// behind c. The last inputs are immediates: whether c is read, and which operands are transposed.
+// The instruction for VALUES and SUM, which are template parameters of the surrounding function. `inputs` is the text
+// of the operands after c. The last inputs are immediates: whether c is read, and which operands are transposed.
 #define WGMMA(shape, registers, outputs, inputs, ...)                           \
     if constexpr (VALUES == Values::BF16 && SUM == Sum::SET) {                  \
         WGMMA_AS(shape, "bf16", registers, outputs("=f"), inputs, __VA_ARGS__); \
@@ -106,7 +107,7 @@ enum class Major { K, MN };
     }
 #define A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 
-// 64 x N, N = 2 * (accumulators of a thread). A in shared memory, ...
+// 64 x N products, N = 2 * (accumulators of a thread). A in shared memory:
 template <Values VALUES, Sum SUM, Major A, Major B>
 __device__ __forceinline__ void wgmma(float (&c)[4], uint64_t a, uint64_t b) {
     WGMMA("n8", R4, C4, "%4, %5, %6, 1, 1, %7, %8", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN),
@@ -133,7 +134,7 @@ __device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b) {
           "n"(A == Major::MN), "n"(B == Major::MN));
 }
 
-// ... or in registers.
+// A in registers:
 template <Values VALUES, Sum SUM, Major B>
 __device__ __forceinline__ void wgmma(float (&c)[8], const uint32_t (&a)[4], uint64_t b) {
     WGMMA("n16", R8, C8, "{%8, %9, %10, %11}, %12, %13, 1, 1, %14", A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD),
@@ -155,7 +156,7 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], u
           "n"(SUM == Sum::ADD), "n"(B == Major::MN));
 }
 
-// On e4m3, K-major. A in shared memory, ...
+// Products of e4m3, K-major. A in shared memory:
 #define WGMMA_E4M3_AS(shape, registers, outputs, inputs, ...)                                                    \
     asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k32.f32.e4m3.e4m3 {" registers "}, " inputs ", 1, 1;" \
                  : outputs                                                                                       \
@@ -188,8 +189,8 @@ __device__ __forceinline__ void wgmma_e4m3(float (&c)[128], uint64_t a, uint64_t
     WGMMA_E4M3("n256", R128, C128, "%128, %129, %130", "l"(a));
 }
 
-// ... or in registers: each warp holds its 16 rows as fragments of mma.m16n8k32. a[i] has four values of row
-// g + 8 (i % 2), from k = 16 (i / 2) + 4 t on.
+// A in registers: each warp holds its 16 rows as fragments of mma.m16n8k32. a[i] holds four values of row g + 8 (i %
+// 2), from k = 16 (i / 2) + 4 t on.
 template <Sum SUM>
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[16], const uint32_t (&a)[4], uint64_t b) {
     WGMMA_E4M3("n32", R16, C16, "{%16, %17, %18, %19}, %20, %21", A_REGISTERS);

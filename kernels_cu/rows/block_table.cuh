@@ -1,8 +1,8 @@
-// From a position in a request to the block that holds it, through the request's row of the block table.
+// Block tables: from a position in a request to the block that holds it.
 #pragma once
 #include "ptx/types.cuh"
 
-// A divisor that the host knows: n / value = n * multiplier >> shift, exact for 0 <= n < 2^31
+// A divisor that is prepared on the host: n / value = n * multiplier >> shift, exact for 0 <= n < 2^31
 // (cupy_mla/cuda/structs.py).
 struct Divisor {
     uint32_t value, multiplier, shift;
@@ -17,7 +17,7 @@ struct BlockTable {
     int64_t stride;         // items
     int32_t num_requests, width;
     Divisor block_size;
-    int32_t block_stride;  // slots from a block's first to the next block's: the block size, or more
+    int32_t block_stride;  // slots from one block's first slot to the next block's: at least the block size
 };
 
 // A position's column in the block table, and its offset in the block. Column -1: the table has no such position.
@@ -36,7 +36,7 @@ __device__ __forceinline__ bool has_request(const BlockTable& t, int32_t request
     return uint32_t(request) < uint32_t(t.num_requests);
 }
 
-// The slot of a place in a block. -1: there is no such block, or the slot does not fit int32.
+// The slot of an offset in a block. -1 if there is no such block, or the slot does not fit int32.
 __device__ __forceinline__ int32_t slot_in_block(const BlockTable& t, int32_t block, int32_t offset) {
     const int64_t slot = int64_t(block) * t.block_stride + offset;
     return block >= 0 && slot <= 0x7fffffff ? int32_t(slot) : -1;

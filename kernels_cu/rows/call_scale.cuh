@@ -1,10 +1,10 @@
-// A scale that a call brings: of all rows of layout PLAIN_FP8, or of a query in e4m3.
+// A scale that is an argument of the call: of all rows of layout PLAIN_FP8, or of an e4m3 q.
 #pragma once
 #include "ptx/types.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct CallScale {
-    const float* on_device;  // or null: the host knows it
+    const float* on_device;  // null: the value is `known`
     float known;
     int32_t unused;  // keeps the size a multiple of 8
 };

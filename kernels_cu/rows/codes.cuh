@@ -1,4 +1,4 @@
-// Eight values of a quantized row as they lie in the cache, and what they are under a scale. Constants of the layout:
+// Eight values of a quantized row: their codes in the cache, and their values under a scale. Constants of the layout:
 // cupy_mla/layouts.py.
 #pragma once
 #include "rows/nvfp4.cuh"
@@ -8,17 +8,17 @@
 
 using Codes = uint32_t;
 
-// Of the row that begins at `data`, from value number `value` on, a multiple of eight.
+// Loads the codes of values `value` .. + 7 of the row that begins at `data`; `value` is a multiple of eight.
 __device__ __forceinline__ Codes load_codes(const uint8_t* data, int value) {
     return *reinterpret_cast<const Codes*>(data + value / 2);
 }
 
-// As bf16; zeros under a scale of 0, whatever they are.
+// As bf16. Under a scale of 0 all values are 0, whatever their codes.
 __device__ __forceinline__ Vec16 dequantize_codes(Codes codes, float scale) {
     return dequantize_nvfp4_8(codes, scale);
 }
 
-// Kept in place of eight bf16.
+// Stores codes in the space of eight bf16, and reads them back.
 __device__ __forceinline__ void keep_codes(Vec16& in, Codes codes) { in.x = codes; }
 __device__ __forceinline__ Codes kept_codes(const Vec16& in) { return in.x; }
 

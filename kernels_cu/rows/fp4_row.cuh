@@ -1,5 +1,5 @@
-// A row of e2m1 under e4m3 scales, which stand in the row at byte SCALES_AT or, where that is negative, behind all rows of the
-// block, SCALES_EACH bytes a row.
+// A row of e2m1 values under e4m3 scales. The scales are in the row from byte SCALES_AT on. If that is negative, they
+// are behind all rows of the block, SCALES_EACH bytes a row.
 #pragma once
 #include "rows/paged.cuh"
 

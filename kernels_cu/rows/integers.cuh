@@ -1,10 +1,10 @@
-// Integers of a caller, who may have them as int32 or int64.
+// An array of a caller's integers, which may be int32 or int64.
 #pragma once
 #include "ptx/types.cuh"
 
 struct Integers {
     const void* first;
-    int32_t wide;  // they are int64
+    int32_t wide;  // the integers are int64
     int32_t unused;
 };
 

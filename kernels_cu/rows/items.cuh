@@ -1,4 +1,4 @@
-// Items of q, of rows that are not quantized, and of results: bfloat16, or float16 (HALF_ITEMS, of the layout).
+// The items of q, of rows that are not quantized, and of the output: bfloat16, or float16 (HALF_ITEMS, by the layout).
 #pragma once
 #include "ptx/convert.cuh"
 

@@ -1,11 +1,10 @@
-// MXFP4: groups of 32 values, each value an e2m1 code of four bits (0, .5, 1, 1.5, 2, 3, 4, 6 and a sign), each group under
-// a power of two, a UE8M0 byte. Eight codes are a word, the first in its lowest bits; 128 values are 64 bytes, and their
-// four scales a word.
+// MXFP4: groups of 32 values. Each value is an e2m1 code (e2m1.cuh). Each group has a scale, a power of two in a UE8M0
+// byte. 128 values are 64 bytes, and their four scales are a word.
 //
-// No tensor core below sm_100 multiplies e2m1. There 128 values are widened to e4m3 under one factor, a power of two 2^-6
-// times the largest of the four scales: a value becomes its e2m1 number times 2^(6 - below), where its group's scale is
-// 2^-below of the largest. That is exact up to below = 14. Further down e4m3 has no bits: values are rounded to multiples
-// of 2^-15 times the largest scale. A factor below the least normal float32 counts as zero.
+// Tensor cores before sm_100 do not multiply e2m1. For them 128 values are widened to e4m3 under one factor, 2^-6 of
+// the largest of their four scales. If a group's scale is 2^-below of the largest one, its values become their e2m1
+// value times 2^(6 - below). That is exact up to below = 14. With smaller scales e4m3 has too few bits: values are
+// rounded to multiples of 2^-15 of the largest scale. A factor below the least normal float32 counts as 0.
 #pragma once
 #include "rows/e2m1.cuh"
 
@@ -14,17 +13,17 @@ constexpr uint32_t UE8M0_NAN = 255;
 
 // --- from bf16 ------------------------------------------------------------------------------------------------
 
-// The scale of values of which the largest magnitude is the bf16 `amax`: 2^ceil(log2(amax / 6)), with 6 * 2^-126 the least
-// amax, and 2^127 for infinity.
+// The scale of values whose largest magnitude is the bf16 `amax`: 2^ceil(log2(amax / 6)). `amax` counts as at least 6
+// * 2^-126. Infinity gets 2^127.
 __device__ __forceinline__ uint32_t mxfp4_scale(uint32_t amax) {
     const uint32_t exponent = amax >> 7, fraction = amax & 0x7f;
     if (exponent == 255) return fraction == 0 ? 254 : UE8M0_NAN;
     return max(int(exponent) - 2 + (fraction > 0x40), 1);
 }
 
-// Two bf16 times `inverse`, which leaves them at most 6, as codes in the lowest bits of two halves. A number to which a
-// power of two is added is rounded to the unit in the last place of the sum, ties to even: to halves, ones or twos. Of the
-// three codes that follow the least is right, in each of the ranges up to 2, 4 and 6.
+// Two bf16 times `inverse`, at most 6 each, as codes in the lowest bits of two halves. Adding a power of two rounds a
+// number to the unit in the last place of the sum, ties to even: here to multiples of 1/2, 1 or 2. That gives three
+// candidate codes, one right up to 2, one up to 4, one up to 6. The least one is right.
 __device__ __forceinline__ uint32_t e2m1x2(uint32_t x, uint32_t inverse) {
     const uint32_t magnitude = abs_bf16x2(x);
     const uint32_t halves = fma_bf16x2(magnitude, inverse, 0x42804280);             // 64, and the code
@@ -34,14 +33,15 @@ __device__ __forceinline__ uint32_t e2m1x2(uint32_t x, uint32_t inverse) {
     return (least & 0x00070007) | (x >> 12 & 0x00080008);
 }
 
-// Eight bf16 of a group as codes under the group's scale. Those of a group that has a NaN are zeros.
+// Eight bf16 of a group as codes under the group's scale. If the scale is NaN, codes are 0.
 __device__ __forceinline__ uint32_t quantize_e2m1_8(const Vec16& x, uint32_t scale) {
     const uint32_t inverse = (scale >= 254 ? 0x40u : (254 - scale) << 7) * 0x00010001;  // 2^-127 is subnormal
     const uint32_t two[4] = {e2m1x2(x.x, inverse), e2m1x2(x.y, inverse), e2m1x2(x.z, inverse), e2m1x2(x.w, inverse)};
     return scale == UE8M0_NAN ? 0 : join_codes(two);
 }
 
-// The four groups' scales as a word, from 16 lanes of which four have a group each. All get it.
+// Joins the scales of four groups, held by 16 lanes, to a word that all 16 lanes get; each four lanes pass the scale
+// of one group.
 __device__ __forceinline__ uint32_t join_scales(uint32_t scale, int lane) {
     uint32_t scales = scale << lane / 4 * 8;
     scales |= __shfl_xor_sync(~0u, scales, 4);
@@ -54,17 +54,17 @@ __device__ __forceinline__ uint32_t largest_scale(uint32_t scales) {
     return max(max(scales & 255, scales >> 8 & 255), max(scales >> 16 & 255, scales >> 24));
 }
 
-// What 128 values as e4m3 are to be multiplied by; NaN if a group's scale is.
+// The factor of 128 values that were widened to e4m3; NaN if a group's scale is NaN.
 __device__ __forceinline__ float factor_of_scales(uint32_t largest) {
     return largest < 7 ? 0.0f : ue8m0_to_float(largest) * 0x1p-6f;  // 7: of the least normal float32
 }
 
-// The eight magnitudes of e2m1 as e4m3 bytes, in the order of their codes.
+// The eight e2m1 magnitudes as e4m3 bytes, in the order of their codes.
 struct Magnitudes {
     uint32_t low, high;
 };
 
-// Those of a group whose scale is 2^-below of the largest.
+// The magnitudes of a group whose scale is 2^-below of the largest one.
 __device__ __forceinline__ Magnitudes magnitudes_of(uint32_t below) {
     if (__builtin_expect(below <= 11, true))  // all are normal numbers: 0, 32, 64, 96; 128, 192, 256, 384
         return {0x6c686000u - below * 0x08080800u, 0x7c787470u - below * 0x08080808u};

@@ -1,8 +1,8 @@
-// Where a row and its scales stand, in bytes. Constants of the layout: cupy_mla/layouts.py.
+// Where a row and its scales are stored. Constants of the layout: cupy_mla/layouts.py.
 #pragma once
 #include "ptx/types.cuh"
 
-// Whether the scales of a block's rows stand behind all its rows, rather than each in its row.
+// Whether scales are stored behind all rows of a block, rather than each in its row.
 constexpr bool SCALES_APART = SCALE_OFFSET < 0;
 
 // Pointers, or bytes from the start of the cache.
@@ -19,8 +19,8 @@ __device__ __forceinline__ RowPlace<T> place_in_block(T start, int64_t offset, i
     return {data, SCALES_APART ? start + block_size * row_stride + offset * SCALE_STRIDE : data + SCALE_OFFSET};
 }
 
-// The place of a slot in the cache. Slots that are negative or beyond the cache have the place -1.
-// (By reference: nothing is loaded for a slot that is skipped.)
+// The place of a slot in the cache. Slots that are negative or beyond the cache have the place -1. (Arguments are
+// references, so that nothing is loaded for a slot that is skipped.)
 __device__ __forceinline__ RowPlace<int64_t> place_of_slot(int64_t slot, const int64_t& num_slots,
                                                            const int32_t& block_size, const int64_t& block_stride,
                                                            const int64_t& row_stride) {

@@ -1,4 +1,4 @@
-// Layout PLAIN_FP8: D_QK e4m3, the RoPE values among them; the call brings the one scale of all rows.
+// Layout PLAIN_FP8: D_QK e4m3, RoPE among them. One scale for all rows is an argument of the call.
 #pragma once
 #include "rows/paged.cuh"
 #include "rows/place.cuh"

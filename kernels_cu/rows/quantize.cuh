@@ -1,13 +1,14 @@
-// Values to e4m3 under a scale and back, and the scale itself, to the bit as the formats' writers compute them.
+// Quantization to e4m3 under a scale, and back, and the scale itself. Results have the same bits as those of the
+// formats' own writers.
 #pragma once
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
 #include "rows/chunk.cuh"
 
 constexpr float E4M3_MAX = 448.0f;
-constexpr float AMAX_FLOOR = 1e-4f;  // keeps power-of-two scales from vanishing with the values
+constexpr float AMAX_FLOOR = 1e-4f;  // least amax for power-of-two scales
 
-// amax / 448 rounded as a division rounds it, for amax a bf16 or AMAX_FLOOR. Tried for all of them: only quotients
+// amax / 448, rounded as a division rounds it, for amax a bf16 or AMAX_FLOOR. All of these were tried: only quotients
 // below the least normal float32 may differ. NaN stays NaN.
 __device__ __forceinline__ float scale_from_amax(float amax) {
     const float scale = divide_by_constant(amax, E4M3_MAX);
@@ -20,13 +21,15 @@ __device__ __forceinline__ float power_of_two_from(float x) {
     return __uint_as_float((bits + 0x7fffffu) & 0xff800000u);
 }
 
-// The largest magnitudes of eight bf16, those of even and of odd values, in the halves of a word. NaN does not count.
+// The largest magnitude of the even values of eight bf16, and of the odd ones, in the halves of a word. NaN is
+// ignored.
 __device__ __forceinline__ uint32_t amax_pair(const Vec16& v) {
     return max_bf16x2(max_bf16x2(abs_bf16x2(v.x), abs_bf16x2(v.y)), max_bf16x2(abs_bf16x2(v.z), abs_bf16x2(v.w)));
 }
 
-// The largest magnitudes of two scale tiles at once. LANES neighbouring lanes pass eight bf16 of each. The result is a
-// bf16 for the first tile in the low half, for the second in the high half. It is NaN if all values are NaN.
+// The largest magnitudes of two scale tiles at once. LANES neighbouring lanes pass eight bf16 of each tile. The result
+// is a bf16 for the first tile in the low half, and one for the second in the high half. It is NaN if all values are
+// NaN.
 template <int LANES>
 __device__ __forceinline__ uint32_t tile_amax(const Vec16& first, const Vec16& second) {
     const uint32_t a = amax_pair(first), b = amax_pair(second);
@@ -46,20 +49,20 @@ __device__ __forceinline__ void widen_8(const Vec16& v, float (&to)[CHUNK]) {
     }
 }
 
-// Eight e4m3 bytes, in order.
+// Eight float32 to e4m3 bytes, in order.
 __device__ __forceinline__ Vec8 pack_e4m3_8(const float (&v)[CHUNK]) {
     return {float_to_e4m3x4(v[0], v[1], v[2], v[3]), float_to_e4m3x4(v[4], v[5], v[6], v[7])};
 }
 
-// The sign bits of four bf16 as those of four bytes.
+// The sign bits of four bf16, as sign bits of four bytes.
 __device__ __forceinline__ uint32_t sign_bits(uint32_t low, uint32_t high) {
     return __byte_perm(low, high, 0x7531) & 0x80808080u;
 }
 
-// Whether a scale is 0. A comparison would say so of subnormal numbers, too, which it flushes.
+// Whether a scale is 0. A float comparison would flush subnormals, and say yes for them, too.
 __device__ __forceinline__ bool is_zero(float scale) { return (__float_as_uint(scale) & 0x7fffffffu) == 0; }
 
-// Codes under a scale, zeros under a scale of 0: writers may have left NaN there.
+// The codes, or zeros if the scale is 0: writers may have left NaN there.
 __device__ __forceinline__ Vec8 codes_under(const Vec8& codes, float scale) {
     return is_zero(scale) ? Vec8{0, 0} : codes;
 }
@@ -73,16 +76,20 @@ __device__ __forceinline__ Vec16 dequantize_8(const Vec8& codes, float scale) {
             pack_bf16x2(hi[0] * scale, hi[1] * scale), pack_bf16x2(hi[2] * scale, hi[3] * scale)};
 }
 
-// Eight bf16 divided by the scale of their scale tile, as e4m3. The bytes are those of a correctly rounded float32
+// Eight bf16 divided by the scale of their scale tile, as e4m3, with the bytes of a correctly rounded float32
 // division.
 //
-// The quotient is a product with the reciprocal, corrected by its remainder. Very small and very large scales are brought
-// to the middle of the range first. The product alone fails where x / scale is a tie. This was tried on the CPU, with
-// subnormals flushed to zero as the compiler's options have it, and with reciprocals up to two units in the last place off,
-// as rcp.approx may be: for every scale amax / 448 of at least 2^-126 (amax a finite bf16 or AMAX_FLOOR), for the powers of
-// two above these, and for every bf16 x up to amax. Of 5.3e9 bytes none differs. Under an infinite scale numbers become 0
-// and infinities NaN. The corrected quotient of -0 is +0, hence the sign bits.
-// SATURATES: the scale does not follow from the values, so quotients may be infinite, which become +-448.
+// The quotient is a product with the reciprocal, corrected by its remainder; the product alone is wrong where x /
+// scale is a tie. Very small and very large scales are first brought to the middle of the range.
+//
+// This was tried on the CPU, with subnormals flushed to zero as the compiler's options have it, and with reciprocals
+// that are wrong by up to two units in the last place, as rcp.approx may be. All scales amax / 448 of at least 2^-126
+// were tried (amax a finite bf16 or AMAX_FLOOR), and the powers of two above these, each with all bf16 x up to amax.
+// Of 5.3e9 bytes none differs.
+//
+// Under an infinite scale numbers become 0 and infinities NaN. The corrected quotient of -0 is +0, so the sign bits
+// are set separately.
+// SATURATES: the scale does not follow from the values, so quotients may be infinite; these become +-448.
 template <bool SATURATES = false>
 __device__ __forceinline__ Vec8 quantize_8(const Vec16& x, float scale) {
     float v[CHUNK];

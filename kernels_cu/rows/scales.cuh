@@ -1,6 +1,9 @@
-// The scales of a quantized row: what they are, and how they stand in the cache. Constants of the layout:
-// cupy_mla/layouts.py. SCALE_OF_CALL: none are, for a call brings one for all rows. SCALE_E8M0: powers of two, a byte
-// each, padding behind them. SCALE_E4M3: of NVFP4, the same. Else float32.
+// The scales of a quantized row: their values, and how they are stored. Constants of the layout (cupy_mla/layouts.py)
+// say of which kind they are:
+//   SCALE_OF_CALL   a row has none: one scale for all rows is an argument of the call
+//   SCALE_E8M0      powers of two, a byte each, with padding behind them
+//   SCALE_E4M3      e4m3 (NVFP4), a byte each, with padding behind them
+//   else            float32
 #pragma once
 #include "ptx/convert.cuh"
 #include "rows/call_scale.cuh"
@@ -9,15 +12,15 @@
 
 constexpr float FLOAT_MIN = 1.17549435e-38f;  // the least normal float32
 
-// The scale of values of which the largest magnitude is `amax`. `power_of_two`: float32 scales are to be powers of two.
-// `least`: the least UE8M0 scale, a power of two.
+// The scale of values whose largest magnitude is `amax`. `power_of_two`: float32 scales are rounded up to powers of
+// two. `least`: the least UE8M0 scale, a power of two.
 __device__ __forceinline__ float scale_of_values(float amax, bool power_of_two, float least) {
     if (SCALE_E8M0) return power_of_two_from(fmaxf(scale_from_amax(amax), least));
     const float ratio = scale_from_amax(amax);
     return power_of_two ? power_of_two_from(fmaxf(ratio, AMAX_FLOOR)) : fmaxf(ratio, FLOAT_MIN);
 }
 
-// Write scale number `tile` of the row whose scales begin at `scales`. There may be one behind the last: padding.
+// Writes scale number `tile` of the row whose scales begin at `scales`. Numbers beyond the last scale write padding.
 __device__ __forceinline__ void store_scale(uint8_t* scales, int tile, float scale) {
     if (SCALE_E8M0) {
         scales[tile] = tile < NUM_SCALES ? uint8_t(__float_as_uint(scale) >> 23) : 0;
@@ -26,12 +29,12 @@ __device__ __forceinline__ void store_scale(uint8_t* scales, int tile, float sca
     }
 }
 
-// Where scale number `tile` of a row stands among its scales, if they are bytes.
+// The place of scale number `tile` among a row's scales, if these are bytes.
 __device__ __forceinline__ int place_of_scale(int tile) {
     return SCALES_IN_FOURS ? tile % 4 * (NUM_SCALES / 4) + tile / 4 : tile;
 }
 
-// The same of an e4m3 scale.
+// The same for an e4m3 scale.
 __device__ __forceinline__ void store_e4m3_scale(uint8_t* scales, int tile, uint32_t scale) {
     scales[place_of_scale(tile)] = tile < NUM_SCALES ? scale : 0;
 }

@@ -1,5 +1,7 @@
-// Layouts V32_FP8: 512 e4m3, 4 float32 scales, 64 bfloat16, together in 656 bytes; V32_NOPE_FP8: without the bfloat16;
-// V41_FP8: 512 e4m3, the RoPE values among them, and 16 UE8M0 scales, together in 528 bytes.
+// Layouts
+//   V32_FP8        512 e4m3, 4 float32 scales, 64 bfloat16, together in 656 bytes
+//   V32_NOPE_FP8   the same without the bfloat16
+//   V41_FP8        512 e4m3, RoPE among them, and 16 UE8M0 scales, together in 528 bytes
 #pragma once
 #include "rows/paged.cuh"
 #include "rows/place.cuh"

@@ -1,5 +1,6 @@
-// Layout V4_FP8: 448 e4m3 and 64 bfloat16 a row. Its 7 UE8M0 scales and a padding byte stand behind all rows of the
-// block. V41_FP8_SPLIT: 512 e4m3, and 16 scales there.
+// Layouts whose UE8M0 scales are stored behind all rows of a block:
+//   V4_FP8          448 e4m3 and 64 bfloat16; 7 scales and a byte of padding
+//   V41_FP8_SPLIT   512 e4m3; 16 scales
 #pragma once
 #include "rows/paged.cuh"
 #include "rows/place.cuh"
@@ -8,7 +9,7 @@ struct Row {
     static constexpr bool QUANTIZED = true;
     static constexpr int FOLDED_SCALES = 0;
     static constexpr int SCALES_BEHIND = SCALE_STRIDE;
-    static constexpr int STAGED_BYTES = ROW_STRIDE + 16;  // scales behind the data; rows stay aligned to 16
+    static constexpr int STAGED_BYTES = ROW_STRIDE + 16;  // scales come behind the data; rows stay aligned to 16
 
     const uint8_t* data;
     const uint8_t* scale_bytes;

@@ -1,12 +1,12 @@
-// Copying rows that an index list names into shared memory, a warp at a time.
+// Copies of rows, which an index list names, to shared memory by cp.async.
 #pragma once
 #include "ptx/cp_async.cuh"
 
-constexpr int ROWS_AT_ONCE = 4;  // of a warp
+constexpr int ROWS_AT_ONCE = 4;  // rows that a warp copies at a time
 
-// Eight lanes copy a row of CHUNKS 16-byte chunks: lane l chunks l % 8, l % 8 + 8, ... of row l / 8 of every four. So
-// eight lanes touch 128 neighbouring bytes. Chunk 8 * i + l % 8 goes to `to` + 128 * i. If `from` is null (no row),
-// zeros are written and nothing is read.
+// Eight lanes copy a row of CHUNKS 16-byte chunks, so that they touch 128 neighbouring bytes at a time. Lane l copies
+// chunks l % 8, l % 8 + 8, ...; chunk 8 i + l % 8 goes to `to` + 128 i. If `from` is null (no row), zeros are written
+// and nothing is read.
 template <int CHUNKS>
 __device__ __forceinline__ void copy_row(uint32_t to, const uint8_t* from, int lane) {
     const bool valid = from != nullptr;

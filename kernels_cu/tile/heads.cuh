@@ -1,12 +1,13 @@
-// Accumulators of products whose N side is the heads: S^T and O^T. Lane 4 g + t has rows g and g + 8 of its warp's 16,
-// and heads 8 j + 2 t + k: number 2 j + k of its own.
+// Accumulators of products whose N side is the heads: S^T and O^T. Lane 4 g + t holds rows g and g + 8 of its warp's
+// 16, and heads 8 j + 2 t + k, k = 0, 1. These are heads number 2 j + k of the thread.
 #pragma once
 #include "ptx/types.cuh"
 
-// Where row i of a thread's two and its c-th head stand among the accumulators.
+// The index, among a thread's accumulators, of its row i (of two) and its c-th head.
 constexpr __device__ int element(int i, int c) { return c / 2 * 4 + 2 * i + c % 2; }
 
-// The softmax of a thread's heads. `sum` and `max` cover this thread's rows only; O^T and `sum` are relative to `ref`.
+// Softmax state of a thread's heads. `sum` and `max` cover this thread's rows only; O^T and `sum` are relative to
+// `ref`.
 template <int COUNT>
 struct HeadsSoftmax {
     float ref[COUNT], sum[COUNT], max[COUNT];

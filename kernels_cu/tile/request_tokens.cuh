@@ -1,7 +1,8 @@
-// The tokens of all requests as one list of items, so that CTAs share them evenly whatever the requests' lengths.
+// The tokens of all requests as one list of items, so that CTAs share them evenly, whatever the lengths of the
+// requests.
 //
-// A CTA looks at THREADS requests at a time, a thread a request, and adds up their lengths (an inclusive sum). Warps share
-// the items evenly. Who has an item finds its request by bisection of the sums.
+// A CTA takes THREADS requests at a time, one a thread, and computes the inclusive sum of their lengths. Items are
+// divided evenly over the warps. An item's request is found by bisection of the sums.
 #pragma once
 #include "tile/warp.cuh"
 
@@ -10,7 +11,8 @@ struct RequestTokens {
     int64_t ends[THREADS];
     int64_t warp_sums[THREADS / 32];
 
-    // Called by the whole CTA. Each thread passes its request's length, 0 where there is none. Returns the sum.
+    // Computes the sums. All threads of the CTA call, each with its request's length, 0 where there is none. Returns
+    // the total.
     __device__ __forceinline__ int64_t sum_up(int64_t length) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         length = inclusive_sum(length, lane);
@@ -23,11 +25,11 @@ struct RequestTokens {
     }
 
     struct Item {
-        int request;    // among those looked at
+        int request;    // its number among the THREADS requests
         int32_t token;  // its number in the request
     };
 
-    // An item below the sum.
+    // Finds an item; its number is below the total.
     __device__ __forceinline__ Item find(int64_t item) const {
         int request = 0;
 #pragma unroll

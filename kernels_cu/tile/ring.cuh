@@ -1,8 +1,8 @@
-// The ring of stages in shared memory.
+// How many stages a ring in shared memory has.
 #pragma once
 
-// The most stages whose shared memory, Bytes<stages>::VALUE, is at most LIMIT: MOST, or some STEP fewer; STEP if nothing
-// else is left.
+// The largest number of stages that fits: MOST, MOST - STEP, ... such that Bytes<stages>::VALUE is at most LIMIT. STEP
+// if none fits.
 template <template <int> class Bytes, int LIMIT, int MOST, int STEP = 1>
 __host__ __device__ constexpr int most_stages() {
     if constexpr (Bytes<MOST>::VALUE <= LIMIT || MOST <= STEP) {

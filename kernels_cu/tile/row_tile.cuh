@@ -1,4 +1,4 @@
-// A tile of bf16 KV rows in shared memory, row after row, swizzled.
+// A tile of bf16 KV rows in shared memory, one row after the other, swizzled.
 #pragma once
 #include "tile/swizzle.cuh"
 

@@ -1,15 +1,15 @@
-// Copies rows of every layout on their way into a tile of bf16 rows. bf16 rows go into the tile itself. FP8 rows go to a
-// staging area as they lie in the cache.
+// Copies of rows of any layout on their way to a tile of bf16 rows. bf16 rows go to the tile itself. Quantized rows go
+// to a staging area in their form in the cache.
 #pragma once
 #include "ptx/shared.cuh"
 #include "rows/reader.cuh"
 #include "tile/copy_row.cuh"
 #include "tile/row_tile.cuh"
 
-static_assert(Row::SCALES_BEHIND <= 8 || Row::SCALES_BEHIND % 16 == 0, "whole copies");
+static_assert(Row::SCALES_BEHIND <= 8 || Row::SCALES_BEHIND % 16 == 0, "scales are copied in whole chunks");
 
-// Start the copy of a quantized row of STRIDE bytes, with its scales behind it if they stand apart, SCALES bytes. Eight
-// lanes copy a row. Null: zeros.
+// Starts the copy of a quantized row of STRIDE bytes. If its SCALES bytes of scales are stored apart, they are copied
+// behind it. Eight lanes copy a row. Null: zeros.
 template <int STRIDE, int SCALES>
 __device__ __forceinline__ void copy_quantized(uint32_t to, const uint8_t* data, const uint8_t* scales, int lane) {
     copy_row<STRIDE / 16>(to + lane % 8 * 16, data, lane);
@@ -18,8 +18,8 @@ __device__ __forceinline__ void copy_quantized(uint32_t to, const uint8_t* data,
     if (SCALES > 16) copy_row<SCALES / 16>(to + STRIDE + lane % 8 * 16, scales, lane);
 }
 
-// Start the copy of a row to row `row` of the tile (bf16) or of the staging area (FP8). Eight lanes copy a row.
-// `aligned`: every bf16 row starts at a multiple of 16 bytes; other rows are copied value by value.
+// Starts the copy of a row to row `row` of the tile (bf16) or of the staging area (quantized). Eight lanes copy a row.
+// `aligned`: every bf16 row begins at a multiple of 16 bytes; otherwise rows are copied value by value.
 __device__ __forceinline__ void copy_to_stage(const Row& from, uint32_t stage, int row, int lane, bool aligned) {
     if constexpr (Row::QUANTIZED) {
         const uint32_t to = stage + row * Row::STAGED_BYTES;

@@ -1,7 +1,7 @@
-// Of bf16_few_heads_sm90: where a warpgroup's tiles end.
+// Part of bf16_few_heads_sm90: finds where a warpgroup's tiles end.
 //
-// Tiles without a valid entry are neither copied nor multiplied. Those behind the last one with a valid entry are not
-// looked at again: the consumers and the producers of a warpgroup find that one, each for themselves.
+// Tiles after the last one with a valid entry need not be looked at. The consumers and the producers of a warpgroup
+// both find that last tile, each for themselves.
 #pragma once
 #include "attention/bf16_few_heads_sm90/plan.cuh"
 
@@ -10,15 +10,15 @@ __device__ __forceinline__ int last_tile(const Work& w) {
     return w.begin + max((w.end - 1 - w.begin) / w.step, 0) * w.step;
 }
 
-// The entry of the last tile that a thread passes to find_end.
+// Loads the entry of the last tile that a thread passes to find_end.
 __device__ __forceinline__ int32_t load_last_entry(const AttentionParams& p, const Work& w) {
     return load_entry(p, w, last_tile(w), threadIdx.x % TILE_ROWS);
 }
 
-// Where this warpgroup's tiles end: behind the last one with a valid entry; if it has tiles, it keeps one. The 128
-// threads of a named barrier look together, each at an entry of one of two tiles.
+// Finds where this warpgroup's tiles end: after the last one with a valid entry. If it has tiles, at least one
+// remains. The 128 threads of a named barrier search together: 64 look at one tile, 64 at the next.
 __device__ __forceinline__ int find_end(const AttentionParams& p, const Work& w, int barrier, int32_t last_entry) {
-    constexpr int AT_ONCE = 4;  // entries of a thread on their way
+    constexpr int AT_ONCE = 4;  // loads that a thread has in flight
     int from = last_tile(w);
     if (any(barrier, is_valid(p, w, from, last_entry))) return w.end;
     const int row = threadIdx.x % TILE_ROWS, mine = threadIdx.x / TILE_ROWS % 2;

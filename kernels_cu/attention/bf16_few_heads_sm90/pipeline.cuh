@@ -1,4 +1,4 @@
-// Of bf16_few_heads_sm90: the tiles of a query in a consumer warpgroup, and all that a CTA does.
+// Part of bf16_few_heads_sm90: a query's tiles in a consumer warpgroup, and the kernel's main function.
 #pragma once
 #include "attention/bf16_few_heads_sm90/producer.cuh"
 #include "attention/bf16_few_heads_sm90/results.cuh"
@@ -6,8 +6,8 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
 
-// All tiles of a work item in a consumer warpgroup. `copied` counts those that its producers have copied over all its
-// work items.
+// All tiles of a work item in a consumer warpgroup. `copied` counts the tiles that its producers have copied, over all
+// its work items.
 __device__ __forceinline__ void attend(const AttentionParams& p, Work w, const Role& r, int& copied, Softmax& state,
                                        float (&o)[V_BLOCKS][HEADS / 2]) {
     int32_t entries[2];
@@ -18,13 +18,13 @@ __device__ __forceinline__ void attend(const AttentionParams& p, Work w, const R
     load(w.begin);
     const int32_t last_entry = load_last_entry(p, w);
     copy_q(p, w, r);
-    // Uniform, or the compiler takes the loop below for divergent.
+    // The reduction makes it uniform; else the compiler takes the loop below for divergent.
     w.end = __reduce_max_sync(~0u, find_end(p, w, WARPGROUP_SYNC + r.warpgroup, last_entry));
     wait_for_q(r);
 #pragma unroll 1
     for (int tile = w.begin; tile < w.end; tile += w.step) {
         const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
-        // Left at once: behind a second branch products began 350 cycles later.
+        // One branch for both cases: after a second branch products began 350 cycles later.
         if (!uniform(any(WARPGROUP_SYNC + r.warpgroup, valid[0] || valid[1]))) {
             if (is_last(w, tile)) wait_for_tile(r, copied++ & 1);
             load(tile + w.step);
@@ -32,19 +32,20 @@ __device__ __forceinline__ void attend(const AttentionParams& p, Work w, const R
         }
         float s[HEADS / 2];
         wait_for_stage(r, 1, copied & 1);
-        begin_turn(r);
+        acquire_tensor_cores(r);
         multiply_qk_by_stages(r, copied++ & 1, s);
         softmax_tile(p, r, valid, s, state, o);
         store_p(r, s);
-        load(tile + w.step);  // behind the barrier, which would wait for them
+        load(tile + w.step);  // after the barrier, which would wait for the loads
         multiply_pv(r, is_last(w, tile), o);
     }
-    sync_warpgroup(r);  // O^T will be stored over the last tile
+    sync_warpgroup(r);  // before O^T is stored over the last tile
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// Calls `act` with the work of this CTA (`place`), or (QUERIES 2) of this warpgroup, one query after the other.
+// Calls `act` with the work of this CTA, `place`. QUERIES 2: with the work of this warpgroup, one query after the
+// other.
 template <typename Act>
 __device__ __forceinline__ void for_each_work(const AttentionParams& p, const Place& place, int warpgroup, Act act) {
     if constexpr (QUERIES == 1) {
@@ -52,7 +53,7 @@ __device__ __forceinline__ void for_each_work(const AttentionParams& p, const Pl
     } else {
         const int head_tiles = num_head_tiles(p);
         auto workers = [] { return int(2 * gridDim.x); };
-        const int worker = blockIdx.x + warpgroup * gridDim.x;  // so a second query only once every CTA has one
+        const int worker = blockIdx.x + warpgroup * gridDim.x;  // a CTA gets a second query only if each CTA has one
         for_each_item(
             [&] { return p.num_queries * head_tiles; }, worker, workers,
             [&](int item) { return find_head_tile(p, item, head_tiles); },
@@ -77,7 +78,7 @@ __device__ __forceinline__ void run(const AttentionParams& p) {
         place = {item / head_tiles, item % head_tiles, int(blockIdx.y * ctas + cluster_rank()), p.num_splits * ctas};
         wait_for_earlier_kernels();  // persistent CTAs gain nothing from overlapping launches
         let_next_kernel_start();
-        if (has_results(p, place.query)) return;  // the whole cluster does
+        if (has_results(p, place.query)) return;  // so does the whole cluster
     }
     if (threadIdx.x >= 2 * WARPGROUP) {
         decrease_registers_to<PRODUCER_REGISTERS>();

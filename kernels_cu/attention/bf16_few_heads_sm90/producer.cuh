@@ -1,4 +1,4 @@
-// Of bf16_few_heads_sm90: how the producers bring rows, and the consumers Q.
+// Part of bf16_few_heads_sm90: the producers' copies of rows, and the consumers' copies of Q.
 #pragma once
 #include "attention/bf16_few_heads_sm90/list_end.cuh"
 #include "ptx/cache_policy.cuh"
@@ -6,7 +6,7 @@
 #include "ptx/fence.cuh"
 #include "ptx/mbarrier.cuh"
 
-// Starts a copy of 16 bytes of a row. A call with a query a CTA mostly reads a row once, so that it leaves L2 first.
+// Starts a copy of 16 bytes of a row. QUERIES 1: a call mostly reads a row once, so it is the first to leave L2.
 __device__ __forceinline__ void copy_chunk(uint32_t to, const uint8_t* from, bool valid) {
     if constexpr (QUERIES == 1) {
         cp_async_16(to, from, valid, evict_first());
@@ -15,8 +15,8 @@ __device__ __forceinline__ void copy_chunk(uint32_t to, const uint8_t* from, boo
     }
 }
 
-// A producer warp copies rows 16 `quarter` .. + 15 of its warpgroup's tiles. Lane l holds row l % 16 of them; eight
-// lanes copy 128 bytes of a row.
+// A producer warp copies rows 16 `quarter` .. + 15 of its warpgroup's tiles. Lane l holds the address of row l % 16 of
+// these; eight lanes copy 128 bytes of a row.
 __device__ __forceinline__ void copy_tiles(const AttentionParams& p, Work w, int warpgroup, int quarter,
                                            uint32_t& parity) {
     const int lane = threadIdx.x % 32, chunk = lane % 8, my_row = 16 * quarter + lane % 16;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, Work w, int
     for (int tile = w.begin; tile < w.end; tile += w.step) {
         const uint8_t* row = find_row(p, w, tile, entry).data;
         const bool has_rows = any(PRODUCER_VOTE + warpgroup, row != nullptr);
-        entry = load_entry(p, w, tile + w.step, my_row);  // behind the barrier, which would wait for it
+        entry = load_entry(p, w, tile + w.step, my_row);  // after the barrier, which would wait for the load
         if (!has_rows && !is_last(w, tile)) continue;
 #pragma unroll
         for (int stage = 0; stage < STAGES; ++stage) {
@@ -38,7 +38,8 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, Work w, int
             for (int i = 0; i < 4; ++i) {
                 const int line = 16 * quarter + 4 * i + lane / 8;
                 const uint8_t* from = shuffle_pointer(row, 4 * i + lane / 8);
-                // An integer, as otherwise the offsets in all blocks, 128 b + 16 chunk, are kept in registers.
+                // An integer, because else the compiler keeps the offsets in all blocks, 128 b + 16 chunk, in
+                // registers.
                 const uint64_t mine = reinterpret_cast<uint64_t>(from) + chunk * 16;
                 const uint32_t to = swizzled(tile_at, line, chunk);
 #pragma unroll
@@ -52,14 +53,14 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, Work w, int
     }
 }
 
-// Start copying Q: a line a head, in column blocks like those of a tile. Heads beyond the last are zeros.
+// Starts to copy Q: a line for each head, in column blocks like those of a tile. Heads beyond the last are zeros.
 __device__ __forceinline__ void copy_q(const AttentionParams& p, const Work& w, const Role& r) {
-    constexpr int COPIED_BY = QUERIES == 2 ? WARPGROUP : 2 * WARPGROUP;
+    constexpr int COPYING_THREADS = QUERIES == 2 ? WARPGROUP : 2 * WARPGROUP;
     constexpr int UNROLLED = HEADS == 32 ? 2 : 4;  // with 4 some would spill
     const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s;
     const uint32_t to = q_lines(r);
 #pragma unroll UNROLLED
-    for (int item = threadIdx.x % COPIED_BY; item < HEADS * BLOCKS * 8; item += COPIED_BY) {
+    for (int item = threadIdx.x % COPYING_THREADS; item < HEADS * BLOCKS * 8; item += COPYING_THREADS) {
         const int chunk = item % 8, block = item / 8 % BLOCKS, head = item / 8 / BLOCKS;
         const bool here = w.first_head + head < p.h_q;
         cp_async_16(swizzled(to + block * Q_BLOCK_BYTES, head, chunk),
@@ -67,7 +68,7 @@ __device__ __forceinline__ void copy_q(const AttentionParams& p, const Work& w, 
     }
 }
 
-// Wait for Q, all consumer threads that share it.
+// Waits for Q. All consumer threads that share it call.
 __device__ __forceinline__ void wait_for_q(const Role& r) {
     cp_async_wait_all();
     fence_proxy_async();

@@ -1,12 +1,12 @@
-// Of bf16_few_heads_sm90: what becomes of O^T. Each warpgroup stores its own in the space of its tile; a CTA merges
-// those of its query from there, or every CTA of a cluster a share of the columns.
+// Part of bf16_few_heads_sm90: the epilogue. Each warpgroup stores its O^T over its tile. From there a CTA merges the
+// O^T of its query, or each CTA of a cluster merges a share of the columns.
 #pragma once
 #include "attention/bf16_few_heads_sm90/scores.cuh"
 #include "attention/division/merge.cuh"
 #include "attention/division/results.cuh"
 #include "ptx/cluster.cuh"
 
-// Stores O^T, [head][column] float32, over the warpgroup's tile, and its statistics.
+// Stores O^T, [head][column] float32, over the warpgroup's tile, and its statistics in `own`.
 __device__ __forceinline__ void store_output(const Role& r, const Softmax& state,
                                              const float (&o)[V_BLOCKS][HEADS / 2]) {
     Small& sm = small();
@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_output(const Role& r, const Softmax& state
     }
 }
 
-// Waits for the threads that merge together: a warpgroup, or the consumers of the CTA.
+// The barrier of the threads that merge together: a warpgroup, or all consumers of the CTA.
 __device__ __forceinline__ void sync_writers(const Role& r) {
     if (QUERIES == 2) {
         sync_warpgroup(r);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void sync_writers(const Role& r) {
     }
 }
 
-// Returns the factor of a head's merged O^T, and writes its statistics if `write`.
+// Returns the factor of a head's merged O^T. Writes its statistics if `write`.
 __device__ __forceinline__ float finish_head(const AttentionParams& p, const Work& w, int head, bool write,
                                              const HeadResult& result, float sum) {
     const bool whole = p.num_splits == 1;
@@ -55,7 +55,7 @@ __device__ __forceinline__ float finish_head(const AttentionParams& p, const Wor
     return whole ? 1.0f / sum * sink_factor(p, head, result.lse) : 1.0f / sum;
 }
 
-// Four neighbouring columns of a head's result.
+// Writes four neighbouring columns of a head's result.
 __device__ __forceinline__ void write_columns(const AttentionParams& p, const Work& w, int head, int column,
                                               const float (&v)[4]) {
     if (p.num_splits > 1) {
@@ -70,29 +70,29 @@ __device__ __forceinline__ void write_columns(const AttentionParams& p, const Wo
     }
 }
 
-// What is done with a head's O^T: the weight of each warpgroup's, and a factor for their sum.
+// A head's factors in the merge: a weight for each warpgroup's O^T, and a factor for their sum.
 struct HeadWeights {
-    float of[SHARERS], scale;
+    float of[MERGED_WARPGROUPS], scale;
 };
 
-// Merges the warpgroups of this CTA that share the query.
-//   finish(head, ref, max, sum)     takes the statistics of a head of the head tile, and returns a factor of O^T
-//   write(head, column, v)          takes four neighbouring columns
+// Merges the O^T of the warpgroups that work on the same query.
+//   finish(head, ref, max, sum)   takes the statistics of a head of the head tile, and returns a factor of O^T
+//   write(head, column, v)        takes four neighbouring columns
 template <typename Finish, typename Write>
 __device__ __forceinline__ void merge_warpgroups(const Role& r, int heads, Finish finish, Write write) {
-    constexpr int WRITERS = SHARERS * WARPGROUP, HEADS_AT_ONCE = WRITERS / (D_V / 4);
+    constexpr int WRITERS = MERGED_WARPGROUPS * WARPGROUP, HEADS_AT_ONCE = WRITERS / (D_V / 4);
     const int first = QUERIES == 2 ? r.warpgroup : 0, thread = threadIdx.x % WRITERS;
     auto* weights = reinterpret_cast<HeadWeights*>(shared + Q_AT + first * Q_BYTES);  // in the space of Q
     const Statistics* own = small().own + first;
     if (thread < heads) {
         float ref = -INF, max = -INF, sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < SHARERS; ++i) {
+        for (int i = 0; i < MERGED_WARPGROUPS; ++i) {
             ref = fmaxf(ref, own[i].ref[thread]);
             max = fmaxf(max, own[i].max[thread]);
         }
 #pragma unroll
-        for (int i = 0; i < SHARERS; ++i) {
+        for (int i = 0; i < MERGED_WARPGROUPS; ++i) {
             const float weight = rescale_factor(own[i].ref[thread], ref);
             weights[thread].of[i] = weight;
             sum += weight * own[i].sum[thread];
@@ -106,7 +106,7 @@ __device__ __forceinline__ void merge_warpgroups(const Role& r, int heads, Finis
     for (int head = thread / (D_V / 4); head < heads; head += HEADS_AT_ONCE) {
         float v[4] = {};
 #pragma unroll
-        for (int i = 0; i < SHARERS; ++i) {
+        for (int i = 0; i < MERGED_WARPGROUPS; ++i) {
             const float4 o4 = *reinterpret_cast<const float4*>(o + i * TILE_BYTES + head * O_LINE * 4);
             const float weight = weights[head].of[i];
             add_chunk(v, weight, o4);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
         [&](int head, int column, const float (&v)[4]) { write_columns(p, w, w.first_head + head, column, v); });
 }
 
-// Leaves the CTA's partial result to its cluster, and writes its share of the merged ones. A chunk is four columns of a
+// Writes the CTA's partial result for its cluster, and merges its share of the output. A chunk is four columns of a
 // head.
 __device__ __forceinline__ void write_cluster_results(const AttentionParams& p, const Work& w, const Role& r,
                                                       int ctas) {

@@ -1,4 +1,4 @@
-// Of bf16_few_heads_sm90: S^T = K . Q^T of a tile, its softmax, and P^T in shared memory.
+// Part of bf16_few_heads_sm90: S^T = K . Q^T of a tile, its softmax, and P^T in shared memory.
 #pragma once
 #include "attention/bf16_few_heads_sm90/plan.cuh"
 #include "ptx/convert.cuh"
@@ -8,7 +8,7 @@
 #include "ptx/wgmma.cuh"
 #include "tile/softmax.cuh"
 
-// Start S^T (+)= K . Q^T over column blocks BEGIN to END - 1. SUM: whether the first step sets S^T or adds.
+// Starts S^T (+)= K . Q^T over column blocks BEGIN to END - 1. SUM: whether the first step sets S^T or adds to it.
 template <int BEGIN, int END, Sum SUM>
 __device__ __forceinline__ void start_qk(const Role& r, float (&acc)[HEADS / 2]) {
     const uint64_t tile = wgmma_operand(tile_of(r), 1024, 16), q = wgmma_operand(q_lines(r), 1024, 16);
@@ -33,13 +33,13 @@ __device__ __forceinline__ void wait_for_stage(const Role& r, int stage, uint32_
     mbarrier_wait(shared_address(&small().full[r.warpgroup * STAGES + stage]), parity);
 }
 
-// Wait for a tile that is not multiplied.
+// Waits for a tile that is not multiplied.
 __device__ __forceinline__ void wait_for_tile(const Role& r, uint32_t parity) {
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) wait_for_stage(r, stage, parity);
 }
 
-// Start what stage `N` of a tile adds to S^T, once it is full.
+// Waits for stage N of a tile, and starts what it adds to S^T.
 template <int N>
 __device__ __forceinline__ void start_qk_stage(const Role& r, uint32_t parity, float (&s)[HEADS / 2]) {
     wait_for_stage(r, N, parity);
@@ -60,7 +60,7 @@ __device__ __forceinline__ void multiply_qk_by_stages(const Role& r, uint32_t pa
 
 using Softmax = HeadsSoftmax<OWN_HEADS>;
 
-// References rise to the tile's maxima; sums and O^T follow. The whole warpgroup calls.
+// Raises references to the tile's maxima; rescales sums and O^T. The whole warpgroup calls.
 __device__ __forceinline__ void raise_references(const Role& r, const float (&s)[HEADS / 2], Softmax& state,
                                                  float (&o)[V_BLOCKS][HEADS / 2]) {
     float (&across)[4][HEADS] = small().across[r.warpgroup][0];
@@ -86,7 +86,7 @@ __device__ __forceinline__ void raise_references(const Role& r, const float (&s)
     }
 }
 
-// S^T to P^T before rounding.
+// Turns S^T into P^T, before rounding.
 __device__ __forceinline__ void softmax_tile(const AttentionParams& p, const Role& r, const bool (&valid)[2],
                                              float (&s)[HEADS / 2], Softmax& state, float (&o)[V_BLOCKS][HEADS / 2]) {
     bool high = false;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void softmax_tile(const AttentionParams& p, const Rol
             state.max[c] = fmaxf(state.max[c], x);
         }
     }
-    // The vote also tells that all warps have read the tile's RoPE columns, over which P^T is stored.
+    // The vote is also a barrier: all warps have read the tile's RoPE columns, over which P^T is stored.
     if (any(WARPGROUP_SYNC + r.warpgroup, high)) raise_references(r, s, state, o);
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void softmax_tile(const AttentionParams& p, const Rol
     }
 }
 
-// P^T to shared memory, rounded: a line a head, a chunk eight rows.
+// Stores P^T to shared memory, rounded: a line for each head, a chunk for eight rows.
 __device__ __forceinline__ void store_p(const Role& r, const float (&s)[HEADS / 2]) {
     const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
     const uint32_t to = swizzled(tile_of(r) + V_BLOCKS * BLOCK_BYTES, line, chunk);

@@ -1,10 +1,10 @@
-// Of bf16_few_heads_sm90: O^T += V^T . P^T, and the turns in which warpgroups multiply.
+// Part of bf16_few_heads_sm90: O^T += V^T . P^T, and the lock with which warpgroups take turns at the tensor cores.
 #pragma once
 #include "attention/bf16_few_heads_sm90/plan.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 
-// Start O^T += V^T . P^T for column blocks BEGIN to END - 1.
+// Starts O^T += V^T . P^T for column blocks BEGIN to END - 1.
 template <int BEGIN, int END>
 __device__ __forceinline__ void start_pv(const Role& r, float (&o)[V_BLOCKS][HEADS / 2]) {
     const uint64_t tile = wgmma_operand(tile_of(r), 1024, BLOCK_BYTES);
@@ -20,20 +20,20 @@ __device__ __forceinline__ void start_pv(const Role& r, float (&o)[V_BLOCKS][HEA
     wgmma_commit();
 }
 
-// Release a stage of the tile.
+// Releases a stage of the tile.
 __device__ __forceinline__ void release(const Role& r, int stage) {
     mbarrier_arrive_for_warp(shared_address(&small().empty[r.warpgroup * STAGES + stage]), r.lane);
 }
 
-// A warpgroup's turn at the tensor cores, from a tile's Q . K to P . V. Without turns both warpgroups soon wait for
-// rows at the same time and multiply at the same time.
-__device__ __forceinline__ void begin_turn(const Role& r) {
+// A warpgroup holds the tensor cores from a tile's Q . K to its P . V. Without this lock both warpgroups would soon
+// wait for rows at the same time, and multiply at the same time.
+__device__ __forceinline__ void acquire_tensor_cores(const Role& r) {
     if (threadIdx.x % WARPGROUP == 0)
         while (atomicCAS(&small().multiplying, 0, WARPGROUP / 32) != 0) __nanosleep(20);
     sync_warpgroup(r);
 }
 
-__device__ __forceinline__ void end_turn(const Role& r) {
+__device__ __forceinline__ void release_tensor_cores(const Role& r) {
     if (r.lane == 0) atomicSub(&small().multiplying, 1);
 }
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, bool last, float (&o)
     wgmma_wait<2>();
     if (!last) release(r, 1);
     wgmma_wait<1>();
-    end_turn(r);
+    release_tensor_cores(r);
     if (!last) release(r, 2);
     wgmma_wait<0>();
     if (!last) release(r, 3);

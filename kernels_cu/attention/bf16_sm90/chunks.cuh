@@ -1,29 +1,31 @@
-// Of bf16_sm90: the chunks of a partial result.
+// Part of bf16_sm90: the chunks of a partial result. A chunk is 16 bytes: eight f16 of one line, as one thread holds
+// them.
 //
-// A chunk has, of one line, two columns each of four neighbouring eights: what a thread holds. The chunks of 16 lines
-// stand together, so that those of padding can be left out.
+// They are two neighbouring columns of each of four neighbouring groups of eight. The chunks of 16 lines are
+// contiguous, so that those of padding lines can be left out.
 #pragma once
 #include "ptx/types.cuh"
 
-constexpr int CHUNKS_OF_WARP = 1024;  // of 16 lines
+constexpr int CHUNKS_OF_WARP = 1024;  // chunks of a warp's 16 lines
 
-// Chunk n, of 8, of a thread's line i in a warpgroup.
+// The index of chunk n (of 8) of a thread's line i.
 __device__ __forceinline__ int chunk_of(int warpgroup, int warp, int lane, int i, int n) {
     return warp * CHUNKS_OF_WARP + i * 512 + n * 64 + warpgroup * 32 + lane;
 }
 __device__ __forceinline__ int line_of_chunk(int chunk) {
     return chunk / CHUNKS_OF_WARP * 16 + chunk / 512 % 2 * 8 + chunk % 32 / 4;
 }
-// The first of its columns, of which each two stand together, and the next two so many further.
+// A chunk has columns column_of_chunk(..) and the next one, and the same two COLUMNS_APART, 2 COLUMNS_APART and 3
+// COLUMNS_APART further on.
 constexpr int COLUMNS_APART = 8;
 __device__ __forceinline__ int column_of_chunk(int chunk) {
     return chunk % 64 / 32 * 256 + chunk / 64 % 8 * 32 + chunk % 4 * 2;
 }
 
-// For dense_combine.cu: a group is a line, of whose 64 chunks each lane of a warp has GROUP_CHUNKS.
+// For dense_combine.cu: a group is one line. Each lane of a warp takes GROUP_CHUNKS of its 64 chunks.
 constexpr int GROUP_LINES = 1, GROUP_CHUNKS = 2;
 __device__ __forceinline__ int chunk_of_group(int line, int n, int lane) {
     return chunk_of(lane / 4 % 2, line / 16, line % 8 * 4 + lane % 4, line / 8 % 2, lane / 8 + 4 * n);
 }
-// Groups that have all of so many lines.
+// The number of groups that cover `lines` lines.
 __device__ __forceinline__ int groups_of(int lines) { return lines; }

@@ -1,34 +1,35 @@
-// Of bf16_sm90: how kernels differ. Each passes a `K`, its kind, to the pipeline:
+// Part of bf16_sm90: how its kernels differ. Each kernel passes a struct `K` to the pipeline, with these members:
 //
-//   Params, EXTRA_BYTES  its parameter; shared memory that it needs besides
-//   KEPT                 steps of k whose part of Q a consumer warpgroup keeps in registers
-//   CLUSTER              whether a CTA belongs to a cluster, and has one work item
-//   POLICY, read_once    whether rows that are read once leave L2 before others, and whether they are
-//   SKIPS                how tiles without a valid entry are passed over
-//   load_last, shorten   VOTED: what tells whether the list ends with a row, and making it end there
-//   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
-//   LATE, finds_work_in_memory    whether roles begin before that, unless the first work item depends on memory
-//   wait                 in clusters and where roles begin before that: what the producers do then
-//   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
-//   find_work            what the producers know of a work item, ...
-//   length_of, work_of   ... and the consumers
-//   list_of, load_slots, row_of                   their list, its entries, and the row that one names
-//   line_at                                       the query and head of each line of Q
-//   VALIDITY_LANES, Validity, load_validity, store_validity    what is known of a tile's rows besides their values
-//   EXCLUDES, exclude                             whether Q . K gets one more step, and that step
-//   Reader, Columns, mask_tile, top_of, count_twice            how softmax applies validity
-//   init, write                                   before the first work item, and the results of one
+//   Params, EXTRA_BYTES  the kernel's parameter struct; shared memory that it needs in addition
+//   KEPT_Q_STEPS         steps of k whose part of Q a consumer warpgroup keeps in registers
+//   CLUSTER              whether CTAs form clusters. A CTA then has one work item
+//   POLICY, read_once    whether copies have an L2 policy; and whether rows are read once, so that they leave L2 first
+//   SKIPS                how tiles without a valid entry are skipped
+//   load_last_entry, shorten_list   VOTED: loads a list's last entry; if that is invalid, cuts the list at its end
+//   OVERLAPS, start      whether the launch overlaps the one before; what to do once that one has ended
+//   ROLES_START_EARLY, finds_work_in_memory   whether producers and consumers start before that one has ended, unless
+//                        the first work item depends on memory
+//   wait                 then, and in clusters: how the producers wait for the launch before
+//   for_each             deals work items out to CTAs. The default needs num_items and find_item
+//   find_work            makes the producers' Work of a work item
+//   length_of, work_of   make the consumers' Work
+//   list_of, load_slots, row_of    a work item's list; its entries; the row that an entry names
+//   line_at              the query and head of a line of Q
+//   VALIDITY_LANES, Validity, load_validity, store_validity   what consumers must know of a tile's rows beside values
+//   EXCLUDES, exclude    whether Q . K has an additional step of k, and that step
+//   Reader, Columns, mask_tile, top_of, count_twice           how the softmax applies validity
+//   init, write          what to do before the first work item; the epilogue of a work item
 #pragma once
 #include "attention/bf16_sm90/plan.cuh"
 #include "ptx/cache_policy.cuh"
 
-// A producer thread copies 16-byte chunk `lane % 8` of rows row + 16 i, i = 0 .. 3, of every column block.
+// A producer thread. It copies 16-byte chunk `lane % 8` of rows row + 16 i, i = 0 .. 3, of every column block.
 struct Copier {
     int warp, lane, row;
-    uint32_t at;      // of the chunk of row `row` of Q, in shared memory
-    uint64_t policy;  // of copies, if K::POLICY
+    uint32_t at;      // address in shared memory of its chunk of line `row` of Q
+    uint64_t policy;  // L2 policy of copies, if K::POLICY
 
-    // `warp`: of the warpgroup.
+    // `warp`: the index of the warp in its warpgroup.
     template <typename K>
     static __device__ __forceinline__ Copier here(const typename K::Params& p, int warp) {
         Copier c;
@@ -36,16 +37,16 @@ struct Copier {
         c.warp = warp;
         c.lane = threadIdx.x % 32;
         c.row = 4 * c.warp + c.lane / 8;
-        // 16 rows further the swizzle is the same. Opaque: in sums of it with uniform registers the addresses of
-        // copies came out wrong (docs/kernels/bf16_cluster_sm90.md).
+        // The swizzle repeats after 16 rows. `opaque` works around wrong addresses: where the compiler added this to
+        // uniform registers, copies went to wrong places (docs/kernels/bf16_cluster_sm90.md).
         c.at = opaque(swizzled(shared_address(shared) + Q_AT, c.row, c.lane % 8));
         return c;
     }
 };
 
-// What most kernels have.
+// Defaults of most kernels.
 struct Default {
-    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false, LATE = false;
+    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false, ROLES_START_EARLY = false;
     static constexpr Skips SKIPS = Skips::NONE;
 
     template <typename Params>
@@ -60,7 +61,7 @@ struct Default {
     }
     template <typename Params>
     static __device__ __forceinline__ void wait(const Params&, Work&) {}
-    // The list entries of a producer thread's rows of one tile; -1 where there is none.
+    // Loads the list entries of a producer thread's rows of one tile; -1 where there is none.
     template <typename K, typename Params>
     static __device__ __forceinline__ void load_slots(const Params& p, const Work& w, const Copier& c, int tile,
                                                       int32_t (&slots)[4]) {
@@ -72,7 +73,7 @@ struct Default {
             slots[i] = entry < w.length ? list[entry] : -1;
         }
     }
-    // Where the row stands that an entry names.
+    // The address of the row that an entry names.
     template <typename Params>
     static __device__ __forceinline__ const uint8_t* row_of(const Params& p, int32_t entry) {
         return p.main.cache + entry * p.main.row_stride;
@@ -85,18 +86,18 @@ struct Default {
     }
 };
 
-// What the kernels of single queries share.
+// What the kernels have in common whose work item belongs to one query.
 struct SingleQueries : Default {
     using Params = AttentionParams;
-    static constexpr int EXTRA_BYTES = 0, KEPT = 6;
+    static constexpr int EXTRA_BYTES = 0, KEPT_Q_STEPS = 6;
     static constexpr bool EXCLUDES = false;
     static constexpr Skips SKIPS = Skips::MARKED;
 
-    // Whether rows are mostly read once: by decode with no more list entries than the cache has rows.
+    // Whether most rows are read once: in decode, if there are no more list entries than the cache has rows.
     static __device__ __forceinline__ bool read_once(const Params& p) {
         return p.flags & DECODE && int64_t(p.num_queries) * p.main.topk <= p.main.num_slots;
     }
-    // The query of work item `item`. Mostly a branch saves the division.
+    // The query of work item `item`. The branch mostly saves a division.
     static __device__ __forceinline__ Query query_of_item(const Params& p, uint32_t item, uint32_t head_tiles) {
         return query_by_branch(p, head_tiles == 1 ? item : item / head_tiles);
     }
@@ -107,7 +108,7 @@ struct SingleQueries : Default {
         return {w.query, head};
     }
 
-    static constexpr int VALIDITY_LANES = 1;  // of each eight producer threads, those that bring validity
+    static constexpr int VALIDITY_LANES = 1;  // of each eight producer threads, those that store validity
     struct Validity {};
     static __device__ __forceinline__ Validity load_validity(const Params&, const Work&, const Copier&, int) {
         return {};
@@ -122,10 +123,10 @@ struct SingleQueries : Default {
     struct Reader {
         static __device__ __forceinline__ Reader here(const Params&, int, int) { return {}; }
     };
-    // The validity bytes of a thread's columns.
+    // The validity bytes of a thread's columns of S.
     struct Columns {
         const uint8_t* valid;
-        bool whole;  // all are valid, in the whole warp
+        bool whole;  // in the whole warp all columns are valid
 
         __device__ __forceinline__ Columns(const Reader&, int tile, int t)
             : valid(small<SingleQueries>().valid[tile] + 2 * t) {
@@ -135,7 +136,7 @@ struct SingleQueries : Default {
             whole = __all_sync(~0u, all == 0x0101);
         }
     };
-    // Takes out invalid rows. Returns the scale that is still to be multiplied by.
+    // Masks invalid rows. Returns the scale that S is still to be multiplied by.
     static __device__ __forceinline__ float mask_tile(const Params& p, const Columns& columns, float (&s)[32]) {
         float scale = 1.0f;
         if (!columns.whole || p.scale_log2 < 0.0f) {

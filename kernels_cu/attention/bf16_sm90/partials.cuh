@@ -1,18 +1,19 @@
-// Of bf16_sm90: partial results, for merge.cuh: f16 times a power of two for each line.
+// Part of bf16_sm90: partial results for merge.cuh, as f16 times a power of two for each line.
 #pragma once
 #include "attention/bf16_sm90/chunks.cuh"
 #include "attention/bf16_sm90/results.cuh"
 #include "attention/division/merge.cuh"
 
-// Warps whose lines are not all padding.
-__device__ __forceinline__ int num_line_warps(const AttentionParams& p, const Work& w) {
+// The number of warps whose lines are not all padding.
+__device__ __forceinline__ int num_used_warps(const AttentionParams& p, const Work& w) {
     return min(HEADS / 16, ceil_div(p.h_q - w.head_tile * HEADS, 16));
 }
 
-// Writes this CTA's partial result. `largest` is shared memory: of each line |O|, in each warpgroup's columns.
+// Writes this CTA's partial result. `largest` is shared memory for the largest |O| of each line in each warpgroup's
+// columns.
 template <typename Total>
 __device__ __forceinline__ void write_partial(const PartialResults<8>& partials, float (&largest)[2][LINES],
-                                              int line_warps, int warpgroup, int warp, int lane, Total total_of,
+                                              int used_warps, int warpgroup, int warp, int lane, Total total_of,
                                               const float (&o)[128]) {
     const int line = 16 * warp + lane / 4;
 #pragma unroll
@@ -24,7 +25,7 @@ __device__ __forceinline__ void write_partial(const PartialResults<8>& partials,
         if (lane % 4 == 0) largest[warpgroup][line + 8 * i] = top;
     }
     sync_consumers();
-    if (warp >= line_warps) return;
+    if (warp >= used_warps) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const float up = to_f16_range(fmaxf(largest[0][line + 8 * i], largest[1][line + 8 * i]));
@@ -44,13 +45,13 @@ __device__ __forceinline__ void write_partial(const PartialResults<8>& partials,
     }
 }
 
-// Writes the partial result of a CTA of cluster `index` and merges a share of the cluster's.
+// Writes this CTA's partial result, and merges its share of the output of cluster `index`.
 template <typename K, typename Total>
 __device__ __forceinline__ void merge_cluster(const typename K::Params& p, const Work& w, int index, int warpgroup,
                                               int warp, int lane, Total total_of, const float (&o)[128]) {
-    const int warps = num_line_warps(p, w);
+    const int warps = num_used_warps(p, w);
     const ClusterResults<8> partials(p, index, warps * CHUNKS_OF_WARP);
-    // Both in the space of Q.
+    // Both are in the space of Q.
     auto& largest = *reinterpret_cast<float (*)[2][LINES]>(shared);
     auto* weights = reinterpret_cast<float*>(shared + sizeof(largest));
     write_partial(partials, largest, warps, warpgroup, warp, lane, total_of, o);

@@ -1,4 +1,4 @@
-// Of bf16_sm90: the tiles of a work item in a consumer warpgroup, and all that a CTA does.
+// Part of bf16_sm90: a work item in a consumer warpgroup, and the kernel's main function.
 #pragma once
 #include "attention/bf16_sm90/producer.cuh"
 #include "attention/bf16_sm90/results.cuh"
@@ -9,10 +9,11 @@
 // All pairs of tiles of a work item in warpgroup W.
 template <typename K, int W>
 __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, const typename K::Reader& reader,
-                                               int pairs, int warp, int lane, const uint32_t (&kept)[K::KEPT][4],
-                                               uint32_t& parity, Softmax& state, float (&o)[128]) {
+                                               int pairs, int warp, int lane,
+                                               const uint32_t (&kept)[K::KEPT_Q_STEPS][4], uint32_t& parity,
+                                               Softmax& state, float (&o)[128]) {
     Small& sm = small<K>();
-    // By this instruction: with an ordinary load every operand of wgmma took two R2UR in clusters and shares.
+    // An asm load: with an ordinary load, every wgmma operand took two R2UR in clusters and shares.
     auto what_follows = [&] { return load_shared_4(shared_address(&sm.follows[W])); };
     bool last = pairs == 0;
     for (int pair = 0; !last; ++pair) {
@@ -33,9 +34,9 @@ __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, cons
         if constexpr (W == 0) {
             wgmma_wait<0>();
         } else {
-            // P_0 is ready by now: its product runs while this warpgroup computes P_1.
-            take_p<K>(0, warp, lane, other_ref);
-            follow(state, other_ref, o);
+            // P_0 is ready by now. Its product runs while this warpgroup computes P_1.
+            wait_for_p<K>(0, warp, lane, other_ref);
+            follow_reference(state, other_ref, o);
             start_pv(0, W, o);
             wgmma_wait<2>();
         }
@@ -45,30 +46,30 @@ __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, cons
         if constexpr (W == 1) {
             release_halves(sm.empty[0][1], lane);
         }
-        if (rises) raise(state, my_ref, o);
+        if (rises) raise_reference(state, my_ref, o);
         state.sum[0] += my_sum[0];
         state.sum[1] += my_sum[1];
         start_pv(W, W, mine, o);
         release_halves(sm.empty[W][W], lane);
         if constexpr (W == 0) {
-            take_p<K>(1, warp, lane, other_ref);
-            follow(state, other_ref, o);
+            wait_for_p<K>(1, warp, lane, other_ref);
+            follow_reference(state, other_ref, o);
             start_pv(1, W, o);
             release_halves(sm.empty[1][0], lane);
         }
     }
 }
 
-// Both consumer warpgroups. Only what they do with tiles differs: instructions that run once a work item are fetched
-// from memory, and are the same for both.
+// The main loop of both consumer warpgroups. Only multiply_pairs differs between them: all other instructions run once
+// a work item and are fetched from memory, so they are shared.
 template <typename K>
-__device__ __forceinline__ void multiply_all(const typename K::Params& p, int warpgroup) {
+__device__ __forceinline__ void run_consumer(const typename K::Params& p, int warpgroup) {
     Small& sm = small<K>();
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const typename K::Reader reader = K::Reader::here(p, warp, lane);
     uint32_t parity = 0, turn = 0;
     if constexpr (K::CLUSTER) copy_q<K>(p, warpgroup, warp);
-    if constexpr (K::LATE) wait_for_earlier_kernels();
+    if constexpr (K::ROLES_START_EARLY) wait_for_earlier_kernels();
 #pragma unroll 1
     for (;; turn ^= 1) {
         Softmax state;
@@ -78,7 +79,7 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p, int wa
         mbarrier_wait(shared_address(&sm.q_full), turn);
         if (!K::CLUSTER && sm.work < 0) break;
         const Work w = K::work_of(p, sm.work, num_head_tiles(p), sm.length);
-        uint32_t kept[K::KEPT][4];
+        uint32_t kept[K::KEPT_Q_STEPS][4];
         keep_q(warp, lane, kept);
         if (!K::CLUSTER && w.pairs == 0) release(sm.q_empty, lane);
         if (warpgroup == 0) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ void run(const typename K::Params& p) {
     K::init(p);
     __syncthreads();
     if constexpr (K::OVERLAPS && !K::CLUSTER) {
-        if (!K::LATE || K::finds_work_in_memory(p)) {
+        if (!K::ROLES_START_EARLY || K::finds_work_in_memory(p)) {
             wait_for_earlier_kernels();
             K::start(p);
             let_next_kernel_start();
@@ -124,10 +125,10 @@ __device__ __forceinline__ void run(const typename K::Params& p) {
     const int warpgroup = uniform(threadIdx.x / WARPGROUP);
     if (warpgroup == 2) {
         decrease_registers_to<40>();
-        copy_all<K>(p);
+        run_producer<K>(p);
         if constexpr (K::CLUSTER) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
         increase_registers_to<232>();
-        multiply_all<K>(p, warpgroup);
+        run_consumer<K>(p, warpgroup);
     }
 }

@@ -1,11 +1,11 @@
-// Of bf16_sm90: how rows and Q come to shared memory, and all that a producer warpgroup does.
+// Part of bf16_sm90: copies of rows and Q to shared memory, and the producer warpgroup's main loop.
 #pragma once
 #include "attention/bf16_sm90/tiles.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
 
-// Start the copies of column blocks BEGIN to END - 1 of this thread's rows FIRST to LAST - 1, of four, to a tile or Q
-// at `place` of shared memory. Null rows become zeros.
+// Starts copies of column blocks BEGIN to END - 1, of this thread's rows FIRST to LAST - 1 (of four). They go to a
+// tile or to Q at `place` in shared memory. Null rows become zeros.
 template <typename K, int BEGIN, int END, int FIRST = 0, int LAST = 4>
 __device__ __forceinline__ void copy_blocks(const Copier& c, int place, const uint8_t* const (&rows)[4]) {
 #pragma unroll
@@ -22,7 +22,7 @@ __device__ __forceinline__ void copy_blocks(const Copier& c, int place, const ui
     }
 }
 
-// Copies region `REGION` of tile `TILE` once it is released: half of V's columns, and maybe the RoPE columns.
+// Copies region REGION of tile TILE, each half once it is released: half of V's columns, and RoPE if it is there.
 template <typename K, int TILE, int REGION>
 __device__ __forceinline__ void copy_region(const typename K::Params& p, const Work& w, const Copier& c, int pair,
                                             const uint8_t* const (&rows)[4], typename K::Validity validity,
@@ -43,7 +43,7 @@ __device__ __forceinline__ void copy_region(const typename K::Params& p, const W
     mbarrier_arrive_after_copies(shared_address(&sm.full[TILE][REGION]));
 }
 
-// This thread's chunk of each of its rows, null where a row is not valid.
+// The address of this thread's chunk of each of its rows; null where a row is not valid.
 template <typename K>
 __device__ __forceinline__ void find_rows(const typename K::Params& p, const Copier& c, const int32_t (&slots)[4],
                                           const uint8_t* (&rows)[4]) {
@@ -53,8 +53,7 @@ __device__ __forceinline__ void find_rows(const typename K::Params& p, const Cop
     }
 }
 
-// The same of the lines of Q from `first` on, null for padding. What a warp multiplies that has nothing else is left
-// as it is.
+// The same for lines `first` .. of Q; null for padding heads. Whole warps of padding are not copied.
 template <typename K>
 __device__ __forceinline__ void find_q(const typename K::Params& p, const Work& w, const Copier& c, int first,
                                        const uint8_t* (&rows)[4]) {
@@ -66,7 +65,7 @@ __device__ __forceinline__ void find_q(const typename K::Params& p, const Work& 
     }
 }
 
-// Tells the consumers what they work on next.
+// Tells the consumers their next work item.
 template <typename K>
 __device__ __forceinline__ void announce(int work, int length) {
     if (threadIdx.x % 128 != 0) return;
@@ -76,10 +75,10 @@ __device__ __forceinline__ void announce(int work, int length) {
 }
 
 template <typename K>
-__device__ __forceinline__ void copy_all(const typename K::Params& p) {
+__device__ __forceinline__ void run_producer(const typename K::Params& p) {
     const Copier c = Copier::here<K>(p, threadIdx.x / 32 - 8);
     Small& sm = small<K>();
-    uint32_t parity = 3;  // bit 0 of tiles, bit 1 of Q, in one register; the first wait for each space returns at once
+    uint32_t parity = 3;  // bit 0: of tiles, bit 1: of Q; the first wait for each space returns at once
     const int head_tiles = num_head_tiles(p);
     K::template for_each<K>(p, head_tiles, [&](int index) {
         Work w = K::template find_work<K>(p, index, head_tiles);
@@ -87,10 +86,10 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
         K::wait(p, w);
         int32_t even[4], odd[4];  // list entries of the next even and odd tile
         Tiles<K> tiles;
-        const auto asked = tiles.ask(p, w, c, even, odd);
+        const auto asked = tiles.load_first(p, w, c, even, odd);
 
         if constexpr (!K::CLUSTER) {
-            // Q is a tile whose rows are its lines.
+            // Q is copied like a tile whose rows are its lines.
             mbarrier_wait(shared_address(&sm.q_empty), parity >> 1);
             parity ^= 2;
             find_q<K>(p, w, c, 0, rows);
@@ -102,21 +101,21 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
         announce<K>(index, w.length);
 #pragma unroll 1
         for (int pair = 0; !last; ++pair) {
-            // A pair without a valid entry is passed over; the last one is copied all the same and tells that it is
-            // none.
+            // A pair without a valid entry is skipped. But the last pair is always copied: it tells the consumers that
+            // the work item has ended.
             const bool any = tiles.any_valid(p, even, odd);
-            last = !tiles.go_on(p, w);
+            last = !tiles.find_more(p, w);
             const Follows follows = !any ? ENDED : last ? LAST : MORE;
             const bool copied = any || last;
             find_rows<K>(p, c, even, rows);
             const typename K::Validity even_validity = K::load_validity(p, w, c, 2 * pair);
             if (copied) copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, follows, parity & 1);
-            K::template load_slots<K>(p, w, c, tiles.take(w), even);
+            K::template load_slots<K>(p, w, c, tiles.take_tile(w), even);
             if (copied) copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, follows, parity & 1);
             find_rows<K>(p, c, odd, rows);
             const typename K::Validity odd_validity = K::load_validity(p, w, c, 2 * pair + 1);
             if (copied) copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, follows, parity & 1);
-            K::template load_slots<K>(p, w, c, tiles.take(w), odd);
+            K::template load_slots<K>(p, w, c, tiles.take_tile(w), odd);
             if (copied) copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, follows, parity & 1);
             if (copied) parity ^= 1;
         }
@@ -128,7 +127,7 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
     }
 }
 
-// In clusters: copies Q, each warpgroup half of its lines, or the first one all 16.
+// In clusters the consumers copy Q: each warpgroup half of the lines, or the first one all 16.
 template <typename K>
 __device__ __forceinline__ void copy_q(const typename K::Params& p, int warpgroup, int warp) {
     constexpr int LINES_OF_16 = HEADS / 16, EACH = LINES_OF_16 > 1 ? LINES_OF_16 / 2 : 1;

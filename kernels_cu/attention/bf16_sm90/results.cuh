@@ -1,4 +1,4 @@
-// Of bf16_sm90: the results of a work item.
+// Part of bf16_sm90: the epilogue of a work item.
 #pragma once
 #include "attention/bf16_sm90/scores.cuh"
 
@@ -7,7 +7,7 @@ struct LineTotal {
     float ref, sum, max;
 };
 
-// That of a thread's i-th line at the end of work item number `turn` (mod 2) of a CTA.
+// The total of a thread's i-th line. `turn`: the number (mod 2) of the work item in this CTA.
 template <typename K>
 __device__ __forceinline__ LineTotal line_total(int warp, int lane, int turn, const Softmax& state, int i) {
     const Small& sm = small<K>();
@@ -16,9 +16,9 @@ __device__ __forceinline__ LineTotal line_total(int warp, int lane, int turn, co
             fmaxf(sm.max[turn][0][row], sm.max[turn][1][row])};
 }
 
-// Writes the output and statistics of one work item: a warpgroup's half of the columns. `total_of(i)` returns the
-// LineTotal of a thread's i-th line. What follows a main loop is fetched from memory, so what is mostly run is short and
-// stands in one piece: no chunk asks whether the output is aligned.
+// Writes a work item's statistics and a warpgroup's half of the output. `total_of(i)` returns the LineTotal of a
+// thread's i-th line. Code after a main loop is fetched from memory, so the usual path is short and contiguous: output
+// alignment is tested once, not for each chunk.
 template <typename K, typename Total>
 __device__ __forceinline__ void write_lines(const typename K::Params& p, const Work& w, int warpgroup, int warp,
                                             int lane, Total total_of, const float (&o)[128]) {
@@ -58,7 +58,8 @@ template <typename K>
 __device__ __forceinline__ void finish(const typename K::Params& p, const Work& w, int turn, const Softmax& state,
                                        float (&o)[128]) {
     Small& sm = small<K>();
-    const int thread = read_thread_index();  // anew: what was derived from it takes no registers all through the loop
+    const int thread =
+        read_thread_index();  // read anew, so that nothing derived from it occupies registers in the loop
     const int warpgroup = thread / WARPGROUP, warp = thread / 32 % 4, lane = thread % 32;
     const int g = lane / 4, t = lane % 4;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Of bf16_sm90: S = Q . K^T of a tile, its softmax, and P for both warpgroups.
+// Part of bf16_sm90: S = Q . K^T of a tile, its softmax, and P for both warpgroups.
 #pragma once
 #include "attention/bf16_sm90/kinds.cuh"
 #include "ptx/arithmetic.cuh"
@@ -8,28 +8,29 @@
 #include "tile/softmax.cuh"
 #include "tile/warp.cuh"
 
-// The softmax of a thread's two lines (g and g + 8 of its warp's 16). Accumulators and `sum` are relative to `ref`.
-// `sum` and `max` cover this thread's columns of this warpgroup's tiles only. No logit up to `least` raises `ref`.
+// Softmax state of a thread's two lines, g and g + 8 of its warp's 16. Accumulators and `sum` are relative to `ref`.
+// `sum` and `max` cover only this thread's columns of its own warpgroup's tiles. A logit up to `least` does not raise
+// `ref`.
 struct Softmax {
     float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF}, least[2] = {-INF, -INF};
 };
 
-// The steps of k whose part of Q a consumer warpgroup keeps in registers, so that Q . K reads only K there, are every
-// KEPT_EVERY-th: number KEPT_EVERY - 1, 2 KEPT_EVERY - 1, ...
-constexpr int KEPT_EVERY = 4;
+// Every KEPT_Q_PERIOD-th step of k has its part of Q in registers, so that only K is read from shared memory there:
+// steps KEPT_Q_PERIOD - 1, 2 KEPT_Q_PERIOD - 1, ..., KEPT_Q_STEPS of them.
+constexpr int KEPT_Q_PERIOD = 4;
 
 template <int N>
 __device__ __forceinline__ void keep_q(int warp, int lane, uint32_t (&kept)[N][4]) {
     const int line = 16 * warp + lane % 16;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const int step = KEPT_EVERY * n + KEPT_EVERY - 1, chunk = step % 4 * 2 + lane / 16;
+        const int step = KEPT_Q_PERIOD * n + KEPT_Q_PERIOD - 1, chunk = step % 4 * 2 + lane / 16;
         ldmatrix_x4(kept[n], swizzled(shared_address(shared) + Q_AT + step / 4 * BLOCK_BYTES, line, chunk));
     }
 }
 
-// Start S = Q . K^T of a whole tile, the regions in the order in which they are copied. If tiles are voted on, the
-// first has been waited for.
+// Starts S = Q . K^T of a whole tile, region by region in the order in which they are copied. With VOTED the caller
+// has waited for the first region.
 template <typename K, int N>
 __device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32_t (&kept)[N][4], float (&s)[32]) {
     const uint64_t q = wgmma_operand(shared_address(shared) + Q_AT, 1024, 16);
@@ -42,8 +43,8 @@ __device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32
             const int step = 4 * block + i;
             if (first && i == 0) {
                 wgmma<ITEMS, Sum::SET, Major::K, Major::K>(s, a, b);
-            } else if (step % KEPT_EVERY == KEPT_EVERY - 1 && step / KEPT_EVERY < N) {
-                wgmma<ITEMS, Sum::ADD, Major::K>(s, kept[step / KEPT_EVERY], b);
+            } else if (step % KEPT_Q_PERIOD == KEPT_Q_PERIOD - 1 && step / KEPT_Q_PERIOD < N) {
+                wgmma<ITEMS, Sum::ADD, Major::K>(s, kept[step / KEPT_Q_PERIOD], b);
             } else {
                 wgmma<ITEMS, Sum::ADD, Major::K, Major::K>(s, a, b);
             }
@@ -63,8 +64,8 @@ __device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32
     wgmma_commit();
 }
 
-// The reference for this warpgroup's tile of pair `pair`, whose largest logits are `top`; bf16_sm90.cuh says when it
-// rises. Returns whether it does in one of the warp's lines. Mostly a vote is all that is done.
+// Chooses the reference for this warpgroup's tile of pair `pair`, whose largest logits are `top`; bf16_sm90.cuh says
+// when it rises. Returns whether it rises for one of the warp's lines. Mostly only the vote runs.
 __device__ __forceinline__ bool choose_reference(Softmax& state, const float (&top)[2], int pair, int pairs,
                                                  float (&ref)[2]) {
     ref[0] = state.ref[0];
@@ -81,8 +82,8 @@ __device__ __forceinline__ bool choose_reference(Softmax& state, const float (&t
     return __any_sync(~0u, ref[0] != state.ref[0] || ref[1] != state.ref[1]);
 }
 
-// S becomes P relative to `ref`, rounded, as the A operands of four steps of k. `sum` is that of P before rounding.
-// Returns whether a reference of the warp rises.
+// Turns S into P relative to `ref`, rounded, as A operands of four steps of k. `sum`: of P before rounding. Returns
+// whether a reference of the warp rises.
 template <typename K>
 __device__ __forceinline__ bool softmax_tile(const typename K::Params& p, const typename K::Columns& columns, int pair,
                                              int pairs, float (&s)[32], Softmax& state, float (&ref)[2],
@@ -136,7 +137,7 @@ __device__ __forceinline__ void publish_p(int tile, int warp, int lane, const ui
 
 // Waits for the other warpgroup's P and its reference.
 template <typename K>
-__device__ __forceinline__ void take_p(int tile, int warp, int lane, float (&ref)[2]) {
+__device__ __forceinline__ void wait_for_p(int tile, int warp, int lane, float (&ref)[2]) {
     named_barrier_sync(P_READY + tile, CONSUMERS);
     const int row = 16 * warp + lane / 4;
     ref[0] = small<K>().ref[tile][row];

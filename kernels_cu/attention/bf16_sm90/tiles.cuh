@@ -1,4 +1,6 @@
-// Of bf16_sm90: which tiles of a list the producers bring, by K::SKIPS.
+// Part of bf16_sm90: which tiles of a list the producers copy (K::SKIPS). A producer calls load_first, which starts
+// loads; then, while these are under way, it copies Q; then `begin`. After that, for each pair: any_valid, find_more,
+// and take_tile for the next even and odd tile.
 #pragma once
 #include "attention/bf16_sm90/kinds.cuh"
 
@@ -7,75 +9,75 @@ __device__ __forceinline__ bool is_valid(const AttentionParams& p, int32_t slot)
     return uint32_t(slot) < uint32_t(min(p.main.num_slots, int64_t(0x7fffffff)));
 }
 
-// Each producer warp passes a number; all get the four.
+// Each producer warp passes a number; all get the four numbers.
 __device__ __forceinline__ Vec16 exchange(uint32_t (&numbers)[4], uint32_t mine) {
-    named_barrier_sync(PRODUCER_SYNC, WARPGROUP);  // all have read the numbers before
+    named_barrier_sync(PRODUCER_SYNC, WARPGROUP);  // all have read the numbers of the last exchange
     if (threadIdx.x % 32 == 0) numbers[threadIdx.x / 32 % 4] = mine;
     named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
     return {numbers[0], numbers[1], numbers[2], numbers[3]};
 }
 
-// The tiles of a list: all of them, ...
+// Skips::NONE: all tiles of a list.
 template <typename K, Skips SKIPS = K::SKIPS>
 struct Tiles {
     int next, end;
 
-    // Asks for what is needed first, before Q is copied; behind that it is there.
-    __device__ __forceinline__ int32_t ask(const typename K::Params& p, const Work& w, const Copier& c,
-                                           int32_t (&even)[4], int32_t (&odd)[4]) {
+    // Starts the loads that `begin` needs.
+    __device__ __forceinline__ int32_t load_first(const typename K::Params& p, const Work& w, const Copier& c,
+                                                  int32_t (&even)[4], int32_t (&odd)[4]) {
         K::template load_slots<K>(p, w, c, 0, even);
         K::template load_slots<K>(p, w, c, 1, odd);
         return 0;
     }
-    // Finds the first two tiles. Returns whether there may be one.
+    // Finds the first two tiles. Returns whether there may be any.
     __device__ __forceinline__ bool begin(const typename K::Params&, Work& w, const Copier&, int32_t, int32_t (&)[4],
                                           int32_t (&)[4]) {
         next = 2;
         end = 2 * w.pairs;
         return end > 0;
     }
-    // Whether more than these two may come.
-    __device__ __forceinline__ bool go_on(const typename K::Params&, const Work&) { return next < end; }
-    // The next one.
-    __device__ __forceinline__ int take(const Work&) { return next++; }
-    // Whether an entry of a pair, each thread's of both tiles, is valid.
+    // Whether more tiles may follow the current pair.
+    __device__ __forceinline__ bool find_more(const typename K::Params&, const Work&) { return next < end; }
+    // The next tile's number.
+    __device__ __forceinline__ int take_tile(const Work&) { return next++; }
+    // Whether any entry of a pair is valid. Each thread passes its entries of both tiles.
     __device__ __forceinline__ bool any_valid(const typename K::Params&, const int32_t (&)[4], const int32_t (&)[4]) {
         return true;
     }
 };
 
-// ... the pairs for which the producer warps vote, ...
+// Skips::VOTED: all pairs up to the list's end. The producer warps vote on each pair.
 template <typename K>
 struct Tiles<K, Skips::VOTED> : Tiles<K, Skips::NONE> {
     using All = Tiles<K, Skips::NONE>;
 
-    __device__ __forceinline__ int32_t ask(const typename K::Params& p, const Work& w, const Copier& c,
-                                           int32_t (&even)[4], int32_t (&odd)[4]) {
-        All::ask(p, w, c, even, odd);
-        return K::load_last(p, w);
+    __device__ __forceinline__ int32_t load_first(const typename K::Params& p, const Work& w, const Copier& c,
+                                                  int32_t (&even)[4], int32_t (&odd)[4]) {
+        All::load_first(p, w, c, even, odd);
+        return K::load_last_entry(p, w);
     }
     __device__ __forceinline__ bool begin(const typename K::Params& p, Work& w, const Copier& c, int32_t last_entry,
                                           int32_t (&even)[4], int32_t (&odd)[4]) {
-        if (K::shorten(p, w, last_entry)) ask(p, w, c, even, odd);
+        if (K::shorten_list(p, w, last_entry)) load_first(p, w, c, even, odd);
         return All::begin(p, w, c, last_entry, even, odd);
     }
     __device__ __forceinline__ bool any_valid(const typename K::Params& p, const int32_t (&even)[4],
                                               const int32_t (&odd)[4]) {
-        uint32_t least = 0xffffffff;  // as unsigned numbers valid entries are the least
+        uint32_t least = 0xffffffff;  // valid entries are the least unsigned numbers
 #pragma unroll
         for (int i = 0; i < 4; ++i) least = min(least, min(uint32_t(even[i]), uint32_t(odd[i])));
         return named_barrier_any(PRODUCER_SYNC, WARPGROUP, is_valid(p, int32_t(least)));
     }
 };
 
-// ... or those that are marked as having a valid entry, MARKED_AT_ONCE tiles at a time.
+// Skips::MARKED: the tiles with a valid entry. MARKED_AT_ONCE tiles are scanned and marked at a time.
 constexpr int MARKED_AT_ONCE = 32;
 template <typename K>
 struct Tiles<K, Skips::MARKED> {
-    int first;      // of those at a time
-    uint32_t left;  // a bit for each that has not been taken
+    int first;      // of the tiles that are marked now
+    uint32_t left;  // a bit for each marked tile that has not been taken
 
-    // A producer warp loads the entries of every fourth of the tiles, ...
+    // A producer warp loads the entries of every fourth of these tiles.
     struct Entries {
         int32_t slots[MARKED_AT_ONCE / 4][2];
     };
@@ -93,7 +95,7 @@ struct Tiles<K, Skips::MARKED> {
         }
         return entries;
     }
-    // ... and marks the tiles.
+    // Marks the tiles; all producer warps exchange their marks.
     __device__ __forceinline__ void mark(const typename K::Params& p, const Work& w, const Entries& entries) {
         const int warp = threadIdx.x / 32 % 4;
         uint32_t found = 0;
@@ -104,24 +106,25 @@ struct Tiles<K, Skips::MARKED> {
         const Vec16 all = exchange(small<K>().found, __reduce_or_sync(~0u, found) << warp);
         left = all.x | all.y | all.z | all.w;
     }
-    // Before and behind the copies of Q. Returns whether there are any, or may be.
-    __device__ __forceinline__ Entries ask(const typename K::Params& p, const Work& w, const Copier&, int32_t (&)[4],
-                                           int32_t (&)[4]) {
+    // Before and after the copies of Q, as above.
+    __device__ __forceinline__ Entries load_first(const typename K::Params& p, const Work& w, const Copier&,
+                                                  int32_t (&)[4], int32_t (&)[4]) {
         first = 0;
         return load(p, w);
     }
     __device__ __forceinline__ bool begin(const typename K::Params& p, Work& w, const Copier& c,
                                           const Entries& entries, int32_t (&even)[4], int32_t (&odd)[4]) {
         mark(p, w, entries);
-        if (left == 0 && w.length > MARKED_AT_ONCE * TILE_ROWS) left = 1;  // there may be some behind these
+        if (left == 0 && w.length > MARKED_AT_ONCE * TILE_ROWS)
+            left = 1;  // later tiles may be valid: begin with one that is not
         if (left == 0) w.length = 0;
         const bool any = left != 0;
-        K::template load_slots<K>(p, w, c, take(w), even);
-        K::template load_slots<K>(p, w, c, take(w), odd);
+        K::template load_slots<K>(p, w, c, take_tile(w), even);
+        K::template load_slots<K>(p, w, c, take_tile(w), odd);
         return any;
     }
-    // Goes on to tiles behind until one is marked. Returns whether one is.
-    __device__ __forceinline__ bool go_on(const typename K::Params& p, const Work& w) {
+    // If all marked tiles are taken, marks later ones, until one has a valid entry. Returns whether there is one.
+    __device__ __forceinline__ bool find_more(const typename K::Params& p, const Work& w) {
 #pragma unroll 1
         while (left == 0 && (first + MARKED_AT_ONCE) * TILE_ROWS < w.length) {
             first += MARKED_AT_ONCE;
@@ -129,8 +132,8 @@ struct Tiles<K, Skips::MARKED> {
         }
         return left != 0;
     }
-    // Takes the next of the marked tiles, a number behind the list if there is none.
-    __device__ __forceinline__ int take(const Work& w) {
+    // The next marked tile; if there is none, a number after the list's last tile.
+    __device__ __forceinline__ int take_tile(const Work& w) {
         const int tile = left == 0 ? w.length : first + __ffs(left) - 1;
         left &= left - 1;
         return tile;
@@ -140,8 +143,8 @@ struct Tiles<K, Skips::MARKED> {
     }
 };
 
-// Where a list of so many entries ends: behind the last that names a row. The producer warps look, AT_ONCE entries a
-// lane at a time.
+// Finds where a list of `length` entries ends: behind the last valid entry. All producer warps search, AT_ONCE entries
+// a lane at a time.
 template <typename K>
 __device__ __forceinline__ int find_end(const typename K::Params& p, const int32_t* list, int length) {
     constexpr int AT_ONCE = 16;

@@ -1,11 +1,11 @@
-// Of bf16_sm90: O += P . V of a warpgroup's half of the columns.
+// Part of bf16_sm90: O += P . V of a warpgroup's half of the columns.
 #pragma once
 #include "attention/bf16_sm90/scores.cuh"
 
-// Before the product with a P relative to `ref`, which is nowhere below the accumulators' reference: they are brought
-// to it, once no product is under way. Rarely called for. Before the first product of a work item they are zero, and
-// nothing is waited for.
-__device__ __forceinline__ void raise(Softmax& state, const float (&ref)[2], float (&o)[128]) {
+// Rescales accumulators and sums to `ref`, before P relative to `ref` is multiplied; `ref` is never below their
+// reference. Waits for running products first. Rare. Before the first product of a work item accumulators are zero,
+// and nothing is waited for.
+__device__ __forceinline__ void raise_reference(Softmax& state, const float (&ref)[2], float (&o)[128]) {
     const bool begun = __any_sync(~0u, fmaxf(state.ref[0], state.ref[1]) > -INF);
     if (begun) wgmma_wait<0>();
 #pragma unroll
@@ -23,17 +23,17 @@ __device__ __forceinline__ void raise(Softmax& state, const float (&ref)[2], flo
     }
 }
 
-// The same for the other warpgroup's P.
-__device__ __forceinline__ void follow(Softmax& state, const float (&ref)[2], float (&o)[128]) {
-    if (!__all_sync(~0u, ref[0] == state.ref[0] && ref[1] == state.ref[1])) raise(state, ref, o);
+// The same where the other warpgroup's P has another reference.
+__device__ __forceinline__ void follow_reference(Softmax& state, const float (&ref)[2], float (&o)[128]) {
+    if (!__all_sync(~0u, ref[0] == state.ref[0] && ref[1] == state.ref[1])) raise_reference(state, ref, o);
 }
 
 __device__ __forceinline__ uint64_t v_operand(int tile, int half) {
     return wgmma_operand(tile_address(tile) + 4 * half * BLOCK_BYTES, 1024, BLOCK_BYTES);
 }
 
-// Start O += P . V for this warpgroup's half of V's columns, each half of the rows a group of products of its own:
-// with its own P, ...
+// Starts O += P . V for this warpgroup's half of V's columns, with its own P. Each half of the rows is a wgmma group,
+// so that it can be waited for and released by itself.
 __device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&prob)[4][4], float (&o)[128]) {
     const uint64_t v = v_operand(tile, half);
     wgmma_fence();
@@ -44,7 +44,7 @@ __device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&pr
     }
 }
 
-// ... with the other warpgroup's.
+// The same with the other warpgroup's P.
 __device__ __forceinline__ void start_pv(int tile, int half, float (&o)[128]) {
     const uint64_t p = wgmma_operand(p_address(tile), 1024, 16), v = v_operand(tile, half);
     wgmma_fence();
@@ -61,7 +61,7 @@ __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
     mbarrier_arrive_for_warp(shared_address(&barrier), lane);
 }
 
-// Releases a region whose product is under way, each half of its rows as soon as it has been multiplied.
+// Releases a region whose product is running: each half of its rows once it has been multiplied.
 __device__ __forceinline__ void release_halves(uint64_t (&empty)[2], int lane) {
     wgmma_wait<1>();
     release(empty[0], lane);

@@ -1,9 +1,9 @@
-// Clusters: the CTAs of a cluster take the splits of a work item, one each. They leave partial results to one another,
+// Clusters: each CTA of a cluster takes one split of the cluster's work item. The CTAs write their partial results,
 // meet at the cluster's barrier, and each merges a share of the output (merge.cuh).
 //
 //   clusters   |      0      |      1      | ...
 //   CTAs       | 0 | 1 | 2   | 3 | 4 | 5   | ...
-//   items      |   0   |     |   1   |     | ...       of the item, each CTA of a cluster every third tile
+//   items      |   0         |   1         | ...       INTERLEAVE_TILES: of three CTAs each takes every third tile
 #pragma once
 #include "attention/division/merge.cuh"
 #include "attention/division/turn.cuh"
@@ -11,7 +11,7 @@
 
 struct Clusters : FromGrid {
     static constexpr End END = End::MEET;
-    using Turn = TurnOf<TILES_IN_TURN>;
+    using Turn = TurnOf<INTERLEAVE_TILES>;
     static constexpr bool ONE_TURN = true, EQUAL_SPLITS = true;
 
     static __device__ __forceinline__ int find_query(const AttentionParams& p, const State&, int) {
@@ -34,6 +34,6 @@ struct Clusters : FromGrid {
         cluster_sync_with_one_fence(threadIdx.x == 0);
         results.merge(partials);
     }
-    // Cluster barriers count every thread.
+    // The producer threads arrive, too: cluster barriers count every thread.
     static __device__ __forceinline__ void leave() { cluster_sync_with_one_fence(false); }
 };

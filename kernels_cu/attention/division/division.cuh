@@ -1,38 +1,39 @@
 // The division of work that this file is compiled for (DIVISION, cupy_mla/cuda/attention): how the launch's work items
-// are dealt out to its CTAs. A CTA has turns (turn.cuh). Every division is a struct with the same members:
+// are dealt out to its CTAs. A CTA has turns (turn.cuh); in each turn it works on a split of an item. Every division
+// is a struct with the members below. A kernel calls its functions in this order:
 //
-//   END               what becomes of a turn's result (End)
+//   END               what is done with a turn's result (End)
 //   ONE_TURN          a CTA has one turn
 //   EQUAL_SPLITS      items are divided into equal splits
-//   FOUND_EARLY       turns are found while an earlier launch runs, unless lists have lengths, which it may write
+//   FOUND_EARLY       turns can be found while an earlier launch runs, unless lists have lengths, which it may write
 //   State             what the division keeps in shared memory
-//   begin             finds what no earlier launch writes; all threads call, then the CTA meets
-//   is_idle           there is no turn for this CTA
-//   HAS_WAITED        begin has waited for earlier launches where lists have lengths
-//   finish            finds the rest, once earlier launches have ended, with SCRATCH_BYTES of shared memory; all threads
-//                     call, and have met when it returns
+//   begin             finds what does not depend on earlier launches; all threads call, and meet afterwards
+//   is_idle           this CTA has no turn
+//   HAS_WAITED        `begin` has waited for earlier launches if lists have lengths
+//   finish            finds the rest, once earlier launches have ended; it may use SCRATCH_BYTES of shared memory. All
+//                     threads call, and have met when it returns
 //   num_turns         how many turns this CTA has
-//   split_of          how many turns of the CTA before this one had the same item
-//   find_query        the number of a turn's query
+//   split_of          how many of the CTA's turns before this one had the same item
+//   find_query        the index of a turn's query
 //   find_turn         a turn's work item and tiles
 //
-//   join              says that this CTA has started; one thread calls, if END is MEET
-//   end_turn          stores, merges or leaves the result of a turn; the threads that hold it call
-//   wait_for_earlier, count_earlier   wait for the partial results that earlier CTAs have left of the item, and count them
-//   announce          says that this CTA has left its own
-//   leave             what the other threads of the CTA call in the end
+//   join              says that this CTA has started (END MEET); one thread calls
+//   end_turn          stores or merges the result of a turn, or writes it as a partial result; the consumers call
+//   wait_for_earlier, count_earlier   wait for the partial results that earlier CTAs have of the item, and count them
+//   announce          says that this CTA's partial result is written
+//   leave             the producers call it in the end
 //
-// `end_turn` calls members of the kernel's `Results`, each by what it needs:
+// `end_turn` calls these members of the kernel's `Results`:
 //
-//   VALUES                   a chunk's values in partial results (merge.cuh)
-//   begins_item, ends_item   whether no split of the item is before this one, or behind it
-//   is_first_warp, lane      of the threads that hold results
-//   sync                     their barrier
+//   VALUES                   number of values in a chunk of a partial result (merge.cuh)
+//   begins_item, ends_item   no split of the item comes before this one, or after it
+//   is_first_warp, lane      of the calling consumer thread
+//   sync                     the consumers' barrier
 //   write(partials)          writes the turn's partial result
-//   merge(partials)          MEET: merges this CTA's share of the output; all partial results are there
-//   keep(split)              KEEP: writes the partial result of a split, or merges all behind the last
-//   finish                   STORE, LEAVE: merges the earlier CTAs' partial results, and stores the item's
-//   store                    stores the item's results
+//   merge(partials)          MEET: merges this CTA's share of the output, once all partial results are written
+//   keep(split)              KEEP: writes the partial result of a split; after the last split, merges all of them
+//   finish                   STORE, LEAVE: merges earlier CTAs' partial results, if any, and stores the output
+//   store                    stores the output
 #pragma once
 
 enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3, TEAMS = 4, REQUESTS = 5 };  // DIVISION

@@ -1,20 +1,21 @@
-// Where the lists of a query end: behind the last valid entry.
+// Finds where the lists of a query end: behind the last valid entry.
 #pragma once
 #include "attention/division/lists.cuh"
 
-// One or four list entries, none of them valid.
+// Sets one or four entries to -1.
 __device__ __forceinline__ void clear(int32_t& entry) { entry = -1; }
 __device__ __forceinline__ void clear(int4& entries) { entries = make_int4(-1, -1, -1, -1); }
 
-// The least of them, as unsigned numbers: a valid one, if there is any.
+// The least of one or four entries as unsigned numbers. If that is not valid, none is.
 __device__ __forceinline__ uint32_t least_of(int32_t entry) { return entry; }
 __device__ __forceinline__ uint32_t least_of(const int4& entries) {
     return min(min(uint32_t(entries.x), uint32_t(entries.y)), min(uint32_t(entries.z), uint32_t(entries.w)));
 }
 
-// The last valid one of a list's entries, or one behind it in its tile; -1 if there is none. Each of `threads` threads, a
-// power of two, makes AT_ONCE loads at a time, from the end on, and sees what its warp has found. A Load is
-// an int32_t, or an int4 if the list begins at a multiple of 16 bytes and has whole ones.
+// The index of a list's last valid entry, or of one at most three before it (in the same tile); -1 if none is valid.
+// Each of `threads` threads, a power of two, has AT_ONCE loads in flight and searches from the list's end on. A warp
+// stops when it has found one, so the caller takes the maximum over the warps. Load is int32_t, or int4 if the list
+// begins at a multiple of 16 bytes and its length in memory is a multiple of four.
 template <typename Load, int AT_ONCE>
 __device__ __forceinline__ int find_last(const int32_t* list, int length, uint32_t slots, int thread, int threads) {
     constexpr int WIDTH = sizeof(Load) / sizeof(int32_t);
@@ -38,8 +39,9 @@ __device__ __forceinline__ int find_last(const int32_t* list, int length, uint32
     return last;
 }
 
-// Finds where the lists of a query end, with the last valid entry. Returns how many tiles there are up to the last one
-// that the warp has found. WIDE: 16 bytes a load, where lists allow it; that takes more registers.
+// Searches the end of a query's lists, first in the extra list, then in the main list. Returns the number of tiles up
+// to the last one in which this warp has found a valid entry. WIDE: loads of 16 bytes where the lists allow it, which
+// take more registers.
 template <int AT_ONCE, bool WIDE>
 __device__ __forceinline__ int find_end(const AttentionParams& p, const Lists& w, int thread, int threads) {
     int end = 0;

@@ -1,15 +1,16 @@
-// Shares of lists without lengths, which end where -1 begins: that is looked for before the work is divided.
+// Shares where lists have no lengths, but may end with -1. How many entries each list really has is found before the
+// work is divided.
 //
-// A plan (share.cuh) has all lists divided, evenly or not: where a list has lengths (ALIKE) and ends before a place
-// where the plan cuts it, a split has no tiles.
+// A plan (share.cuh) may divide lists differently from their lengths (ALIKE): where a list ends before a boundary of
+// the plan, a split of it has no tiles.
 #pragma once
 #include "attention/division/find_share.cuh"
 
-// What a look at two entries of each main list, or at its length, tells: all are full, or none goes beyond FEW_PAIRS.
-enum class Look { FULL, FEW, OTHER };
+// What two entries of each main list tell, or its length: all are full, or none has more than FEW_PAIRS pairs.
+enum class ListsHint { FULL, FEW, OTHER };
 constexpr int FEW_PAIRS = 2;
 template <int THREADS>
-__device__ __forceinline__ Look look_at_lists(const AttentionParams& p) {
+__device__ __forceinline__ ListsHint probe_lists(const AttentionParams& p) {
     const int behind = min(FEW_PAIRS * 2 * TILE_ROWS, p.main.topk - 1);
     bool full = true, few = true;
 #pragma unroll 1
@@ -25,16 +26,17 @@ __device__ __forceinline__ Look look_at_lists(const AttentionParams& p) {
             few &= entry < 0;
         }
     }
-    if (__syncthreads_and(full)) return Look::FULL;
-    return __syncthreads_and(few) ? Look::FEW : Look::OTHER;
+    if (__syncthreads_and(full)) return ListsHint::FULL;
+    return __syncthreads_and(few) ? ListsHint::FEW : ListsHint::OTHER;
 }
 
-// The pairs of tiles of a query's main list whose entries stand in front, behind them -1: up to the last pair that
-// begins with an entry, at least 1. Where -1 stands elsewhere, too, it is some number of pairs that the list has.
-__device__ __forceinline__ int listed_pairs(const AttentionParams& p, int query) {
-    constexpr int PROBES = 4;  // entries that are asked for at a time
+// The number of pairs of tiles in a query's main list before its trailing -1, at least 1. It is found by bisection, on
+// the first entry of each pair. If -1 stands between valid entries, the result is too small or too large, but at most
+// the number of the list's pairs.
+__device__ __forceinline__ int find_listed_pairs(const AttentionParams& p, int query) {
+    constexpr int PROBES = 4;  // entries loaded at a time
     const int32_t* list = list_of(p.main, query_by_branch(p, query));
-    int low = 0, high = ceil_div(p.main.topk, 2 * TILE_ROWS);  // pair `low` begins with an entry, `high` does not
+    int low = 0, high = ceil_div(p.main.topk, 2 * TILE_ROWS);  // pair `low` begins with a valid entry, `high` does not
 #pragma unroll 1
     while (high - low > 1) {
         const int begin = low, size = high - low;
@@ -54,10 +56,10 @@ __device__ __forceinline__ int listed_pairs(const AttentionParams& p, int query)
     return low + 1;
 }
 
-// As find_share; main lists without lengths count up to where -1 begins, as they are divided. What is worked on are
-// lists to their ends. `listed` is shared memory for a number for each query. There is one search for both: a second
-// copy of its code costs launches that never run it.
-constexpr int MOST_LISTED = 4096;
+// As find_share, but main lists without lengths count up to their trailing -1. This decides only how lists are
+// divided: CTAs work on their tiles to the ends. `listed` is shared memory for a number for each query. One call of
+// find_uneven_share serves both cases: a second copy of its code slows launches that never run it.
+constexpr int MAX_PLANNED_QUERIES = 4096;
 template <int THREADS>
 __device__ __forceinline__ void find_listed_share(const AttentionParams& p, int share, Share<THREADS>& found,
                                                   uint16_t* listed) {
@@ -66,22 +68,24 @@ __device__ __forceinline__ void find_listed_share(const AttentionParams& p, int 
         if (lengths) find_split_share(p, share, found);
         return;
     }
-    if (!lengths && (p.extra.topk > 0 || p.num_queries > MOST_LISTED || p.main.topk <= 2 * TILE_ROWS)) return;
-    const Look look = divided_alike(p) ? look_at_lists<THREADS>(p) : Look::OTHER;
-    if (look == Look::FULL) return;
-    if (look == Look::FEW) {
+    if (!lengths && (p.extra.topk > 0 || p.num_queries > MAX_PLANNED_QUERIES || p.main.topk <= 2 * TILE_ROWS)) return;
+    const ListsHint hint = divided_alike(p) ? probe_lists<THREADS>(p) : ListsHint::OTHER;
+    if (hint == ListsHint::FULL) return;
+    if (hint == ListsHint::FEW) {
         find_whole_share(p, share, found);
         return;
     }
     if (!lengths) {
 #pragma unroll 1
-        for (int query = threadIdx.x; query < p.num_queries; query += THREADS) listed[query] = listed_pairs(p, query);
+        for (int query = threadIdx.x; query < p.num_queries; query += THREADS)
+            listed[query] = find_listed_pairs(p, query);
         __syncthreads();
     }
     find_uneven_share(p, share, found, [&](int query) { return lengths ? pairs_of(p, query) : int(listed[query]); });
 }
 
-// As find_listed_share, or loads what an earlier launch has found. All threads call.
+// Loads this share from the plan that an earlier launch has filled, or finds it as find_listed_share does. All threads
+// call.
 template <int THREADS>
 __device__ __forceinline__ void find_planned_share(const AttentionParams& p, int share, Share<THREADS>& found,
                                                    uint16_t* listed) {

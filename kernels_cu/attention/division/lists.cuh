@@ -1,7 +1,7 @@
-// The index lists of a query, in tiles of TILE_ROWS entries: those of the main list, then those of the extra list.
+// The index lists of a query, in tiles of TILE_ROWS entries. The main list's tiles come first, then the extra list's.
 //
-// DENSE: there are no lists. A query is a request, and it is as if its main list had an entry for each row that one of
-// its query tokens sees.
+// DENSE: there are no lists. A "query" is a request, and its main list stands for all rows that any of its query
+// tokens sees.
 #pragma once
 #include "attention/dense.cuh"
 #include "attention/params.cuh"
@@ -11,12 +11,12 @@ struct Lists {
     Query query;
     int main_length, extra_length, main_tiles;
 #if DENSE
-    int first_row;  // of the request, that a token sees
-    int last_end;   // of the rows that the last token sees, whether the table has them or not
+    int first_row;  // the first row of the request that a token sees
+    int last_end;   // the end of the rows that the last token sees, even if the table has fewer
 #endif
 };
 
-// Fills the lengths of a query's lists. Returns the tiles of both.
+// Fills the lengths of a query's lists. Returns the number of tiles of both lists.
 __device__ __forceinline__ int find_lists(const AttentionParams& p, Lists& w) {
 #if DENSE
     const int last = dense(p).tokens - 1;
@@ -41,7 +41,7 @@ __device__ __forceinline__ Row find_row(const AttentionParams& p, const Lists& w
     return is_valid(p, w, tile, entry) ? Row::of_slot(tile >= w.main_tiles ? p.extra : p.main, entry) : Row::none();
 }
 
-// How many slots of a cache entries, which are int32_t, can name. As an unsigned number a valid entry is below that.
+// How many slots of a cache an int32_t entry can name. An entry is valid if it is below that, as an unsigned number.
 __device__ __forceinline__ uint32_t nameable_slots(const Source& source) {
     return uint32_t(min(source.num_slots, int64_t(1) << 31));
 }

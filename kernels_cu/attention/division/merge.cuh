@@ -1,10 +1,10 @@
-// Merge of a cluster. Each CTA leaves the partial result of its rows in global memory, which L2 holds, the CTAs wait
-// for one another, and each merges a share of the output. (Distributed shared memory moves 10 bytes a cycle and
-// multiprocessor, L2 several times as much.)
+// Merge of a cluster's partial results. Each CTA writes its partial result to global memory, where L2 keeps it. The
+// CTAs wait for one another, then each merges a share of the output. (Distributed shared memory moves 10 bytes a cycle
+// and SM, L2 several times as much.)
 //
-// A partial result is chunks of 16 bytes of O, VALUES of them in a chunk (four float32 or eight float16), in the order
-// in which threads hold them, relative to the head's `ref` and times 1 / `scale`; and {ref, sum, max, scale} for each
-// head. A chunk has the same values of O in every partial result.
+// A partial result consists of chunks of 16 bytes of O, and {ref, sum, max, scale} for each head. A chunk holds VALUES
+// values (four float32 or eight float16) in the order in which threads hold them, relative to the head's `ref` and
+// divided by `scale`. A chunk of the same index holds the same columns in every partial result.
 #pragma once
 #include "attention/division/partials.cuh"
 #include "attention/division/results.cuh"
@@ -13,7 +13,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"
 
-// Writes a merged head's statistics if `write`, and returns what its O is multiplied with in the end.
+// Returns the final factor of a merged head's O. Writes the head's statistics if `write`.
 __device__ __forceinline__ float finish_merged_head(const AttentionParams& p, Query query, int head, bool write,
                                                     float ref, float sum, float max) {
     if (head >= p.h_q) return 0.0f;
@@ -22,7 +22,7 @@ __device__ __forceinline__ float finish_merged_head(const AttentionParams& p, Qu
     return sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
 }
 
-// v += weight * the values of a chunk.
+// v += weight * the chunk's values.
 __device__ __forceinline__ void add_chunk(float (&v)[4], float weight, const float4& chunk) {
     v[0] += weight * chunk.x;
     v[1] += weight * chunk.y;
@@ -39,22 +39,22 @@ __device__ __forceinline__ void add_chunk(float (&v)[8], float weight, const flo
     }
 }
 
-// 2^(14 - exponent of `largest`), which brings it to just below the largest f16.
+// 2^(14 - exponent of `largest`), which brings `largest` into the top of f16's range.
 __device__ __forceinline__ float to_f16_range(float largest) {
     const int exponent = 268 - int(__float_as_uint(largest) >> 23);
     return __uint_as_float(uint32_t(max(1, min(exponent, 253))) << 23);
 }
 
-// Those of a cluster that works on HEADS heads of a query.
+// The partial results of a cluster, which works on HEADS heads of a query.
 template <int VALUES>
 struct ClusterResults : PartialResults<VALUES> {
     using PartialResults<VALUES>::CHUNKS;
     using PartialResults<VALUES>::STEP;
     using PartialResults<VALUES>::first;
     using PartialResults<VALUES>::rank;
-    int ctas, chunks, mergers;  // partial results, chunks of each, and CTAs that merge a share of the chunks
+    int ctas, chunks, mergers;  // partial results; chunks used of each; CTAs that share the chunks for the merge
 
-    // Of the cluster that has number `index` among those of the launch; of each partial result the first `chunks`.
+    // Of cluster number `index` of the launch. The first `chunks` chunks of each partial result are used.
     __device__ __forceinline__ ClusterResults(const AttentionParams& p, int index, int chunks = CHUNKS)
         : PartialResults<VALUES>{p.cluster_parts, cluster_rank()},
           ctas(cluster_size()),
@@ -63,18 +63,17 @@ struct ClusterResults : PartialResults<VALUES> {
         first += int64_t(index) * ctas * STEP;
     }
 
-    // Of `ctas` splits, one after the other, that have left them from `first` on. This CTA is number `rank` of those
-    // that merge.
+    // Of `ctas` partial results that lie one after the other from `first` on. This CTA is number `rank` of `mergers`.
     __device__ __forceinline__ ClusterResults(float4* first, int rank, int ctas, int mergers)
         : PartialResults<VALUES>{first, rank}, ctas(ctas), chunks(CHUNKS), mergers(mergers) {}
 
-    // Wait for the cluster's partial results and merge this CTA's share of the chunks. The CTA's first THREADS threads
-    // merge; `sync` is their barrier. The other threads call cluster_sync_with_one_fence(false): cluster barriers
-    // count every thread.
-    //   weights                                 MAX_CLUSTER x HEADS floats of shared memory that are free
-    //   head_of(chunk), column_of(chunk)          a chunk's head in the head tile, and its first column
-    //   finish(head, write, ref, sum, max)      returns the factor of O; with `write` it writes the head's statistics
-    //   act(head, column, o)                    takes the result
+    // Waits for the cluster's partial results and merges this CTA's share of the chunks. The CTA's first THREADS
+    // threads merge; `sync` is their barrier. The other threads must call cluster_sync_with_one_fence(false), since
+    // cluster barriers count every thread.
+    //   weights                            MAX_CLUSTER x HEADS floats of free shared memory
+    //   head_of(chunk), column_of(chunk)   a chunk's head in the head tile, and its first column
+    //   finish(head, write, ref, sum, max) returns the factor of O; if `write`, it writes the head's statistics
+    //   act(head, column, o)               takes the result
     template <int THREADS, typename HeadOf, typename ColumnOf, typename Finish, typename Sync, typename Act>
     __device__ __forceinline__ void merge(float* weights, HeadOf head_of, ColumnOf column_of, Finish finish, Sync sync,
                                           Act act) const {
@@ -83,7 +82,7 @@ struct ClusterResults : PartialResults<VALUES> {
         merge_share<THREADS>(weights, head_of, column_of, finish, sync, act);
     }
 
-    // The same once all partial results are there.
+    // The same, once all partial results are written.
     template <int THREADS, typename HeadOf, typename ColumnOf, typename Finish, typename Sync, typename Act>
     __device__ __forceinline__ void merge_share(float* weights, HeadOf head_of, ColumnOf column_of, Finish finish,
                                                 Sync sync, Act act) const {
@@ -98,11 +97,11 @@ struct ClusterResults : PartialResults<VALUES> {
         }
     }
 
-    // The merge of at most CTAS partial results.
+    // The merge of at most CTAS partial results. Threads first compute all weights, then add chunks.
     template <int CTAS, int THREADS, typename HeadOf, typename ColumnOf, typename Finish, typename Sync, typename Act>
     __device__ __forceinline__ void merge_up_to(float* weights, HeadOf head_of, ColumnOf column_of, Finish finish,
                                                 Sync sync, Act act) const {
-        constexpr int AT_ONCE = MAX_CLUSTER / CTAS;  // chunks of a thread whose loads are under way at a time
+        constexpr int AT_ONCE = MAX_CLUSTER / CTAS;  // chunks that a thread loads at a time
         const int share = ceil_div(chunks, mergers), end = min(chunks, (rank + 1) * share);
         int chunk = rank * share + threadIdx.x;
         float4 o[AT_ONCE][CTAS];
@@ -134,8 +133,8 @@ struct ClusterResults : PartialResults<VALUES> {
         }
     }
 
-    // With so many CTAs that a thread has hardly more than one chunk, each thread computes the weights of its head
-    // itself, instead of one thread for all. 0.4 us of 11 faster with 16 CTAs, up to 5 us slower with fewer.
+    // The merge of so many partial results that a thread has hardly more than one chunk. Each thread computes the
+    // weights of its head itself. With 16 CTAs that is 0.4 us of 11 faster, with fewer up to 5 us slower.
     template <int THREADS, typename HeadOf, typename ColumnOf, typename Finish, typename Act>
     __device__ __forceinline__ void merge_chunk_by_chunk(HeadOf head_of, ColumnOf column_of, Finish finish,
                                                          Act act) const {
@@ -157,8 +156,8 @@ struct ClusterResults : PartialResults<VALUES> {
         }
     }
 
-    // Fills weights [partial result][head]: what O of each partial result is multiplied with. Several threads read a
-    // head's statistics; each stores its share of the weights.
+    // Fills weights [partial result][head], the factor of each partial result's O. Several threads compute the weights
+    // of a head; each stores some of them.
     template <int CTAS, int THREADS, typename Finish>
     __device__ __forceinline__ void find_weights(float* weights, Finish finish) const {
         constexpr int READERS = THREADS / HEADS;
@@ -171,7 +170,7 @@ struct ClusterResults : PartialResults<VALUES> {
         }
     }
 
-    // The weight of each partial result for a head. Returns a factor for all of them.
+    // Computes the weight of each partial result for a head. Returns a common factor for all of them.
     template <int CTAS, typename Finish>
     __device__ __forceinline__ float weigh(int head, float (&weight)[CTAS], Finish finish, bool write) const {
         float4 statistics[CTAS];
@@ -190,7 +189,7 @@ struct ClusterResults : PartialResults<VALUES> {
         for (int i = 0; i < CTAS; ++i) {
             weight[i] = statistics[i].x == -INF ? 0.0f : exp2_approx(statistics[i].x - ref);
             sum += weight[i] * statistics[i].y;
-            if (VALUES == 8) weight[i] *= statistics[i].w;  // float32 have scale 1
+            if (VALUES == 8) weight[i] *= statistics[i].w;  // `scale`, which is 1 for float32
         }
         return finish(head, write, ref, sum, max);
     }

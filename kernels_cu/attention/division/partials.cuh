@@ -1,11 +1,11 @@
-// Partial results that CTAs leave to one another in global memory, which L2 holds (merge.cuh, share_partials.cuh).
+// Partial results that CTAs exchange through global memory, where L2 keeps them (merge.cuh, share_partials.cuh).
 #pragma once
 #include "ptx/types.cuh"
 
-// Partial results, of HEADS heads of a query each, and the place of this CTA's among them.
+// An array of partial results, each of HEADS heads of a query. This CTA writes number `rank`.
 template <int VALUES>
 struct PartialResults {
-    static constexpr int CHUNKS = HEADS * D_V / VALUES, STEP = CHUNKS + HEADS;  // from one partial result to the next
+    static constexpr int CHUNKS = HEADS * D_V / VALUES, STEP = CHUNKS + HEADS;  // float4s of a partial result
     float4* first;
     int rank;
 

@@ -1,4 +1,4 @@
-// What an attention kernel leaves: the output, lse and max_logits of a query, or the partial result of a split.
+// What an attention kernel writes: the output, lse and max_logits of a query, or the partial result of a split.
 #pragma once
 #include "attention/params.cuh"
 #include "rows/items.cuh"
@@ -9,7 +9,7 @@ struct HeadResult {
     float max, lse;
 };
 
-// The factor of an attention sink on the output: 1 / (1 + exp(sink - lse)). A sink of +inf gives 0, of -inf 1.
+// The factor of the output by an attention sink: 1 / (1 + exp(sink - lse)). A sink of +inf gives 0, of -inf 1.
 __device__ __forceinline__ float sink_factor(const AttentionParams& p, int head, float lse2) {
     if (p.sink == nullptr) return 1.0f;
     return 1.0f / (1.0f + exp2_approx(p.sink[head] * LOG2E - lse2));
@@ -36,7 +36,7 @@ __device__ __forceinline__ void write_output(const AttentionParams& p, Query q, 
 
 // --- a split's partial result, for combine.cu -----------------------------------------------------------------
 
-// Its number in part_lse and part_max; its line in part_out.
+// Its index in part_lse and part_max, and that of its line in part_out.
 template <typename T>
 __device__ __forceinline__ int64_t partial_index(const AttentionParams& p, const T& split, const Query& q,
                                                  const int& head) {

@@ -1,6 +1,6 @@
-// Segments: a CTA takes whole work items in turn, and works on the splits of each, one after the other, with the same Q.
-// It keeps their partial results and merges them after the item's last one, as the CTAs of a cluster do, to the same
-// bits.
+// Segments: a CTA takes whole work items in turn. It works on the splits of an item one after the other, with the same
+// Q, and keeps their partial results. After the item's last split it merges them, in the way of a cluster and to the
+// same bits.
 //
 //   CTAs     |     0     |     1     |     0     |     1     | ...
 //   items    |     0     |     1     |     2     |     3     | ...
@@ -11,7 +11,7 @@
 
 struct Segments : FromGrid {
     static constexpr End END = End::KEEP;
-    using Turn = TurnOf<TILES_IN_TURN>;
+    using Turn = TurnOf<INTERLEAVE_TILES>;
     static constexpr bool EQUAL_SPLITS = true;
 
     static __device__ __forceinline__ int num_turns(const AttentionParams& p, const State&) {
@@ -35,7 +35,7 @@ struct Segments : FromGrid {
         return w;
     }
 
-    // Of the CTA's partial results of an item, those before are written.
+    // The partial results of the item's earlier splits are written.
     template <typename Results>
     static __device__ __forceinline__ void end_turn(const AttentionParams& p, State&, int turn, Results results) {
         results.keep(split_of(p, turn));

@@ -1,27 +1,29 @@
-// A share: what a CTA has of a launch's work, where that is divided evenly over the CTAs. It may begin and end within a
-// work item, which is a query and a tile of its heads.
+// A share is a CTA's part of a launch's work, where the work is divided evenly over the CTAs. It may begin and end
+// within a work item.
 //
 //   items   |    item 0    |    item 1    |    item 2    |    item 3    |
 //   shares  |    share 0    |    share 1    |    share 2    |    share 3    | ...
 //
-// Items are numbered by tiles of heads first: those of all queries' first heads, then those of the next. So the two
-// tiles of a query are half of the shares apart and worked on at the same time, and its rows come from memory once. A
-// share is that of the CTA of its number, or the two stand side by side (share_side_by_side).
+// Items are numbered head tile by head tile: all queries with their first heads, then all queries with the next heads.
+// So the two head tiles of a query are half of the shares apart. They are worked on at the same time, and the query's
+// rows come from memory once. CTA n takes share n, or neighbouring CTAs take the head tiles of the same queries
+// (share_side_by_side).
 //
-// Calls with one schedule, as those of a step's layers, have one plan. The first launch leaves the shares that its CTAs
-// find in p.plan, and later ones load them.
+// Calls with the same schedule, as those of a step's layers, use the same plan: the first launch stores the shares
+// that its CTAs find in p.plan, and later launches load them.
 #pragma once
 #include "attention/division/turn.cuh"
 
-// A place in the order of all pairs of tiles: before pair `pair` of item `item`.
+// A place between pairs of tiles: before pair `pair` of item `item`.
 struct Boundary {
     int item, pair;
 };
 
-// This CTA's share. Its turns are the items in it, the last one first.
+// This CTA's share, from `begin` up to `end`.
 template <int THREADS>
 struct Share {
-    // Of each warp's queries. Aligned, or ptxas loads a word beside them, too, which racecheck takes for a race.
+    // Sums over each warp's queries, while the share is searched. Aligned, because else ptxas loads a neighbouring
+    // word with them, which racecheck reports as a race.
     alignas(16) uint32_t costs[THREADS / 32];
     Boundary begin, end;
 
@@ -30,23 +32,29 @@ struct Share {
         return behind.pair > 0 ? behind.item : behind.item - 1;
     }
     __device__ __forceinline__ int num_items() const { return last_item() + 1 - begin.item; }
-    // Whether the share has the begin, and the end, of an item in it.
+    // Whether the share contains the begin of an item, and its end.
     __device__ __forceinline__ bool begins(int item) const { return item != begin.item || begin.pair == 0; }
     __device__ __forceinline__ bool ends(int item) const { return item != end.item; }
 };
 
+// Sets where a share begins and ends; boundary_of(n) is where share n begins. All threads must meet afterwards.
+template <int THREADS, typename BoundaryOf>
+__device__ __forceinline__ void set_boundaries(Share<THREADS>& found, int share, BoundaryOf boundary_of) {
+    if (threadIdx.x < 2) (threadIdx.x == 0 ? found.begin : found.end) = boundary_of(share + threadIdx.x);
+}
+
 __device__ __forceinline__ int query_of_item(const AttentionParams& p, int item) { return item % p.num_queries; }
 __device__ __forceinline__ int head_tile_of_item(const AttentionParams& p, int item) { return item / p.num_queries; }
 
-// The share of a CTA where neighbouring CTAs take the same queries, a tile of heads each. Each tile's first share
-// begins with an item, so that a CTA still waits for CTAs before it alone.
+// The share of this CTA, such that neighbouring CTAs take different head tiles of the same queries. Each head tile's
+// first share begins with an item. So a CTA still waits only for CTAs of lower numbers.
 __device__ __forceinline__ int share_side_by_side(const AttentionParams& p) {
     const uint32_t head_tiles = num_head_tiles(p), of_tile = gridDim.x / head_tiles;
     if (of_tile * head_tiles != gridDim.x) return blockIdx.x;
     return blockIdx.x / head_tiles + blockIdx.x % head_tiles * of_tile;
 }
 
-// Loads a share that an earlier launch has left. The CTA must meet afterwards.
+// Loads a share from the plan. All threads must meet afterwards.
 template <int THREADS>
 __device__ __forceinline__ void load_share(const AttentionParams& p, int share, Share<THREADS>& found) {
     if (threadIdx.x != 0) return;
@@ -55,7 +63,7 @@ __device__ __forceinline__ void load_share(const AttentionParams& p, int share, 
     found.end = {planned.z, planned.w};
 }
 
-// Leaves a share to later launches. `plan`: where, or null.
+// Stores a share for later launches, unless `plan` is null.
 template <int THREADS>
 __device__ __forceinline__ void leave_share(int4* plan, int share, const Share<THREADS>& found) {
     if (plan == nullptr || threadIdx.x != 0) return;

@@ -1,11 +1,12 @@
-// Division of a launch's work into equal shares (share.cuh), one a CTA.
+// Shares: the launch's work is divided into equal shares (share.cuh), one for each CTA.
 //
 //   a CTA's share, worked on backwards     | end of item 7 | item 8 | begin of item 9 |
-//                                             3. merged       2.      1. left to the CTA that has the end of item 9
+//                                             3. merge        2.      1. partial result for the CTA with the
+//                                                                        end of item 9
 //
-// So a CTA begins with the split of an item that ends in a later share, and leaves a partial result. It comes last to
-// the split that ends the item with which its share begins, and merges what the shares before it have left, which did
-// that first (share_partials.cuh).
+// So a CTA works first on the item that a later share ends, and writes a partial result. It works last on the item
+// that its share ends, and merges the partial results of the earlier shares, which those wrote first
+// (share_partials.cuh).
 #pragma once
 #include "attention/division/listed_share.cuh"
 #include "attention/division/partials.cuh"
@@ -15,7 +16,7 @@ template <int THREADS>
 struct Shares : FromGrid {
     static constexpr End END = End::LEAVE;
     using Turn = TurnOf<false>;
-    static constexpr int SCRATCH_BYTES = 2 * MOST_LISTED;
+    static constexpr int SCRATCH_BYTES = 2 * MAX_PLANNED_QUERIES;
     using State = Share<THREADS>;
 
     static __device__ __forceinline__ void begin(const AttentionParams& p, State& share, int cta) {
@@ -53,16 +54,16 @@ struct Shares : FromGrid {
         results.sync();
         if (threadIdx.x == 0) announce(p, results.begins_item());
     }
-    // Says that this CTA's partial result is there. One thread calls, that has met those that wrote it.
+    // Says that this CTA's partial result is written. One thread calls, once it has met those that wrote it.
     static __device__ __forceinline__ void announce(const AttentionParams& p, bool begins_item) {
         announce_partial(p, blockIdx.x, begins_item);
     }
-    // Waits for the partial results that CTAs before have left of the item that this CTA ends, and returns how many they
+    // Waits for the partial results that earlier CTAs have of the item that this CTA ends, and returns how many there
     // are. One warp calls.
     static __device__ __forceinline__ int wait_for_earlier(const AttentionParams& p, int lane) {
         return wait_for_partials(p, blockIdx.x, lane);
     }
-    // The same. The threads that merge call, among them a warp that `waits`; `count` is in shared memory.
+    // The same for all threads that merge. The warp with `waits` waits for the others; `count` is in shared memory.
     template <typename Sync>
     static __device__ __forceinline__ int count_earlier(const AttentionParams& p, bool begins_item, bool waits,
                                                         int lane, int& count, Sync sync) {

@@ -1,4 +1,5 @@
-// A turn: what a CTA works on at a time. It is a split of a work item, which is a query and a tile of HEADS heads.
+// A turn: what a CTA works on at a time. It is a split of a work item; a work item is a query and a tile of HEADS
+// heads.
 #pragma once
 #include "attention/division/lists.cuh"
 
@@ -13,27 +14,28 @@ struct WorkItem : Split {
     int first_head;
 };
 
-// Of its split, tiles begin, begin + step, ... before end. IN_TURN: an item's tiles are dealt out to its splits in turn;
-// else they are neighbours, and `step` is 1.
-template <bool IN_TURN>
+// A turn has tiles begin, begin + step, ... below `end`, tile_count of them. INTERLEAVED: an item's splits take its
+// tiles in turn; else a split's tiles are neighbours, and `step` is 1.
+template <bool INTERLEAVED>
 struct TurnOf : WorkItem {
-    int step, dealt;
-    bool ends_item;  // no later split of the item is another CTA's, or a later turn's
+    int step, tile_count;
+    bool ends_item;  // no later turn, of this CTA or another one, has a later split of the item; END MEET: not used
 
-    __device__ __forceinline__ int count() const { return IN_TURN ? dealt : end - begin; }
+    __device__ __forceinline__ int count() const { return INTERLEAVED ? tile_count : end - begin; }
     __device__ __forceinline__ int tile(int i) const { return begin + step * i; }
 };
 
-// What becomes of a turn's result.
+// What is done with a turn's result.
 enum class End {
-    STORE,    // it is the item's result
-    LEAVE,    // a partial result is left to the CTA that has the item's end, which adds it to its own
-    MEET,     // the CTAs of an item leave partial results to one another, meet, and merge a share of the output each
+    STORE,    // it is the item's result, and is stored
+    LEAVE,    // it is a partial result, unless the turn ends its item: then earlier CTAs' partial results are merged
+    MEET,     // the CTAs of an item write partial results, meet, and each merges a share of the output
     KEEP,     // the CTA has all splits of the item, one after the other, and merges them after the last
-    COMBINE,  // a partial result is left for combine.cu
+    COMBINE,  // it is a partial result for a later launch (dense_combine.cu), unless it is the whole item's
 };
 
-// A division whose turns follow from a CTA's place in the grid: nothing is found before them, and nothing kept.
+// What divisions have in common by default: one turn, which follows from the CTA's place in the grid, and nothing to
+// find or to keep.
 struct FromGrid {
     static constexpr bool ONE_TURN = false, EQUAL_SPLITS = false, FOUND_EARLY = false, HAS_WAITED = false;
     static constexpr int SCRATCH_BYTES = 0;
@@ -55,7 +57,7 @@ struct FromGrid {
     }
     template <typename Work, typename Any>
     static __device__ __forceinline__ Work find_turn(const AttentionParams&, const Any&, int) {
-        static_assert(sizeof(Work) == 0, "found by the division, or by the kernel");
+        static_assert(sizeof(Work) == 0, "the division, or the kernel, has a function of its own");
     }
     static __device__ __forceinline__ int split_of(const AttentionParams&, int) { return 0; }
     template <typename Sync>
@@ -67,7 +69,7 @@ struct FromGrid {
     static __device__ __forceinline__ void leave() {}
 };
 
-// Split `split` of `splits`. The first few have a tile more than the others.
+// Split `split` of `splits` of a work item. The first splits may have a tile more than the others.
 __device__ __forceinline__ void find_item(const AttentionParams& p, WorkItem& w, int query, int head_tile,
                                           uint32_t split, uint32_t splits) {
     w.query = query_by_branch(p, query);
@@ -77,36 +79,37 @@ __device__ __forceinline__ void find_item(const AttentionParams& p, WorkItem& w,
     w.end = w.begin + each + (split < more);
 }
 
-// All of a work item.
-template <bool IN_TURN>
-__device__ __forceinline__ void find_whole_item(const AttentionParams& p, TurnOf<IN_TURN>& w, int query,
+// A whole work item.
+template <bool INTERLEAVED>
+__device__ __forceinline__ void find_whole_item(const AttentionParams& p, TurnOf<INTERLEAVED>& w, int query,
                                                 int head_tile) {
     find_item(p, w, query, head_tile, 0, 1);
     w.ends_item = true;
     w.step = 1;
 }
 
-// Number split() of an item's splits() equal ones. IN_TURN: they are equal where a list ends with -1, too, without a look
-// at it. Both numbers are read where they are needed: they may stand in special registers.
-template <bool IN_TURN, typename Split, typename Splits>
-__device__ __forceinline__ void find_equal_split(const AttentionParams& p, TurnOf<IN_TURN>& w, int query,
+// Split number split() of an item's splits() equal ones. INTERLEAVED: they have equally many valid tiles even if the
+// list ends with -1, and nobody needs to look. The two numbers are functions, because they may be in special
+// registers, which are read where they are needed.
+template <bool INTERLEAVED, typename Split, typename Splits>
+__device__ __forceinline__ void find_equal_split(const AttentionParams& p, TurnOf<INTERLEAVED>& w, int query,
                                                  int head_tile, Split split, Splits splits) {
-    if constexpr (IN_TURN) {
+    if constexpr (INTERLEAVED) {
         find_whole_item(p, w, query, head_tile);
         w.begin = min(split(), w.end);
         w.step = splits();
-        w.dealt = ceil_div(w.end - w.begin, w.step);
+        w.tile_count = ceil_div(w.end - w.begin, w.step);
     } else {
         find_item(p, w, query, head_tile, split(), splits());
         w.ends_item = true;
         w.step = 1;
     }
 }
-// Lists of V32_FP8 and V32_NVFP4, which are long, often end with -1.
-constexpr bool TILES_IN_TURN = Row::FOLDED_SCALES != 0 || ROPE_CODED;
+// Lists over V32_FP8 and V32_NVFP4 are long and often end with -1, so their tiles are interleaved.
+constexpr bool INTERLEAVE_TILES = Row::FOLDED_SCALES != 0 || ROPE_CODED;
 
-// The list entry of row `row` of a tile, -1 where there is none. The entry is not looked at here, so that nothing
-// waits for it before it is used.
+// Loads the list entry of row `row` of a tile; -1 if there is none. The entry is not used here, so that nothing waits
+// for the load.
 __device__ __forceinline__ int32_t load_entry(const AttentionParams& p, const Split& w, int tile, int row) {
     const bool extra = tile >= w.main_tiles;
     const Source& source = extra ? p.extra : p.main;

@@ -7,7 +7,7 @@
 #pragma once
 #include "attention/division/turn.cuh"
 
-// Nothing that an earlier launch writes is needed to find a turn, unless lists have lengths.
+// Turns do not depend on what earlier launches write, unless lists have lengths.
 struct Whole : FromGrid {
     static constexpr End END = End::STORE;
     using Turn = TurnOf<false>;
@@ -33,11 +33,12 @@ struct Whole : FromGrid {
     }
 };
 
-// Deals `total()` items out to workers (CTAs or warpgroups) and calls `act` with what `find(item)` returns for each of
-// this worker's items, unless that is negative: nothing to do. All lanes of the warp call.
+// Deals `total()` items out to workers (CTAs or warpgroups). For each item of this worker it calls `act(find(item))`,
+// unless find returns a negative number: then there is nothing to do. All lanes of the warp call.
 //
-// The direction changes from round to round: if items are ordered by length, no worker gets the longest item of every
-// round. The lanes of a warp look 32 items up at once: to wait for memory at each item would cost 1 us of about 30.
+// The direction changes from round to round, so that no worker gets the longest item of every round if items are
+// ordered by length. The lanes of a warp find 32 items at once: one load of memory after the other would cost 1 us of
+// about 30.
 template <typename Total, typename Workers, typename Find, typename Act>
 __device__ __forceinline__ void for_each_item(Total total, int worker, Workers workers, Find find, Act act) {
 #pragma unroll 1
@@ -54,12 +55,13 @@ __device__ __forceinline__ void for_each_item(Total total, int worker, Workers w
     }
 }
 
-// Whether a query has its results already.
+// Whether another kernel has already written the query's results.
 __device__ __forceinline__ bool has_results(const AttentionParams& p, int query) {
     return p.flags & SOME_DONE && p.main.lengths[query / p.s_q] < 0;
 }
 
-// For for_each_item: query * head_tiles + head tile of an item, in the call's order; -1 if the query has its results.
+// `find` of for_each_item: query * head_tiles + head tile of an item, in the order of p.order; -1 if the query has its
+// results.
 __device__ __forceinline__ int find_head_tile(const AttentionParams& p, int item, int head_tiles) {
     const int n = item / head_tiles, query = p.order == nullptr ? n : p.order[n];
     return has_results(p, query) ? -1 : query * head_tiles + item % head_tiles;

@@ -1,9 +1,9 @@
-// Of fp8_short_sm90: Q to f16, in the order in which S^T multiplies it.
+// Part of fp8_short_sm90: Q becomes f16, in the order in which S^T takes its columns.
 #pragma once
 #include "attention/fp8_short_sm90/plan.cuh"
 
-// This thread's part of Q: of HEADS / 32 heads eight columns for each t, as store_q takes them (queries.cuh). Eight
-// lanes store to all banks; four load 64 bytes of a head.
+// This thread's part of Q: of HEADS / 32 heads, eight columns for each t, as store_q takes them
+// (fp8_sm90/queries.cuh). The stores of eight lanes hit all banks; four lanes load 64 bytes of a head.
 struct QColumns {
     static constexpr int COUNT = HEADS / 32;
     Vec16 of[COUNT][4];
@@ -28,24 +28,23 @@ struct QColumns {
             }
         }
     }
-    // To shared memory as f16. Returns what a logit is to be multiplied with. All threads meet twice.
+    // Stores Q to shared memory as f16. Returns the factor of logits. All threads call; they meet twice.
     __device__ __forceinline__ float store(const AttentionParams& p, const Role& r) const {
         uint32_t top = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) top = largest_bits(top, of[i]);
-        top = __reduce_max_sync(~0u, larger_half(top & 0x7fff7fff));  // positive numbers are ordered as their bits are
+        top = __reduce_max_sync(~0u, larger_half(top & 0x7fff7fff));  // positive floats compare as their bits do
         if (r.lane == 0) rest().q_max[4 * r.warpgroup + r.warp] = __uint_as_float(top << 16);
-        meet();
+        sync_cta();
         float max = rest().q_max[r.lane % WARPS];
         max = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(max)));
-        const int exponent = int(__float_as_uint(max) >> 23) - 127;
-        const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // an infinity stays one
+        const int shift = q_shift(max);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
             store_q(swizzled(shared_address(shared) + Q_AT, head(r, i), 4 * half(r)), block(r), of[i],
                     power_of_two_bf16x2(shift + 127), true);
         fence_proxy_async();
-        meet();
+        sync_cta();
         return logit_scale_of(p, __uint_as_float(uint32_t(127 - shift) << 23));
     }
 };

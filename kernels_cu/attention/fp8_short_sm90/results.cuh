@@ -1,17 +1,17 @@
-// Of fp8_short_sm90: denominators, and O^T as results.
+// Part of fp8_short_sm90: the epilogue: denominators and output.
 #pragma once
 #include "attention/division/results.cuh"
 #include "attention/fp8_short_sm90/scores.cuh"
 #include "attention/fp8_short_sm90/values.cuh"
 
-// The sinks of a CTA's heads to shared memory, -inf where there is none.
+// Loads the sinks of a CTA's heads to shared memory, -inf where there is none.
 __device__ __forceinline__ void load_sinks(const AttentionParams& p, int first_head) {
     const int head = first_head + int(threadIdx.x);
     if (threadIdx.x < HEADS)
         rest().sink[threadIdx.x] = p.sink == nullptr || head >= p.h_q ? -INF : p.sink[head] * LOG2E;
 }
 
-// A head's denominator, of which each warp has a part.
+// A head's denominator, the sum over all warps.
 __device__ __forceinline__ float sum_of_warps(int local) {
     float sum = 0.0f;
 #pragma unroll
@@ -19,7 +19,7 @@ __device__ __forceinline__ float sum_of_warps(int local) {
     return sum;
 }
 
-// Denominators to statistics, and to what O^T is multiplied with.
+// Turns denominators into statistics and into the factors of O^T.
 __device__ __forceinline__ void finish_heads(const AttentionParams& p, const Item& item) {
     const int local = threadIdx.x, head = item.first_head + local;
     if (local >= HEADS || head >= p.h_q) return;
@@ -29,13 +29,13 @@ __device__ __forceinline__ void finish_heads(const AttentionParams& p, const Ite
     rest().scale[local] = sum == 0.0f ? 0.0f : 1.0f / (sum * (1.0f + exp2_approx(rest().sink[local] - result.lse)));
 }
 
-// Results go through the place of Q and P, as bf16 [head][column], of which whole lines are written. Stretches of 32
-// bytes change places from one pair of heads to the next, so that a warp's stores meet all banks.
+// The output goes through the space of Q and P, as bf16 [head][column], so that whole lines of memory are written.
+// Groups of 32 bytes are swizzled from one pair of heads to the next, so that a warp's stores hit all banks.
 constexpr int RESULT_BYTES = 2 * D_V;  // of a head
 static_assert(HEADS * RESULT_BYTES <= ROWS_AT, "");
 
-// O^T times `scale`.
-__device__ __forceinline__ void stage_results(const Role& r, const Values2& out) {
+// Stores O^T times `scale` to shared memory.
+__device__ __forceinline__ void stage_results(const Role& r, const Output2& out) {
     const uint32_t to =
         shared_address(shared) + 2 * r.t * RESULT_BYTES + 256 * r.warpgroup + (32 * r.warp + 4 * r.g ^ r.t << 5);
 #pragma unroll
@@ -49,9 +49,9 @@ __device__ __forceinline__ void stage_results(const Role& r, const Values2& out)
     }
 }
 
-constexpr int AT_ONCE = WARPS / 2;  // heads: two warps write a head
+constexpr int AT_ONCE = WARPS / 2;  // heads that are written at a time: two warps write a head
 
-// Once all have met: a thread writes eight columns of every AT_ONCE-th head.
+// Writes the output, after a CTA barrier. A thread writes eight columns of every AT_ONCE-th head.
 __device__ __forceinline__ void write_results(const AttentionParams& p, const Item& item, const Role& r) {
     const int first = (4 * r.warpgroup + r.warp) / 2, chunk = r.warp % 2 * 32 + r.lane;
     const uint32_t from = shared_address(shared) + first * RESULT_BYTES + (16 * chunk ^ first / 2 % 4 << 5);

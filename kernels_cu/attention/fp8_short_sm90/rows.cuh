@@ -1,9 +1,9 @@
-// Of fp8_short_sm90: the rows of a CTA. Each warp copies those whose S^T it makes.
+// Part of fp8_short_sm90: the rows of a CTA. Each warp copies the 16 rows of its S^T.
 #pragma once
 #include "attention/fp8_short_sm90/plan.cuh"
 
-// The cache of a tile, and the tile's place in its list. A warpgroup has the tile of its number, the first one in any
-// case.
+// The cache of a tile, and the index of the tile's first entry in its list. Warpgroup w has tile w; the first tile
+// counts as existing in any case.
 struct Place {
     const Source& source;
     int first;
@@ -16,8 +16,8 @@ __device__ __forceinline__ Place place_of_tile(const AttentionParams& p, int til
     return {source, first, tile == 0 || first < source.topk};
 }
 
-// The entry of this lane's row, and the length of its list, neither looked at yet: nothing waits for them before Q is
-// asked for. Lane l < 16 has row l of its warp's.
+// The entry of this lane's row, and the length of its list. Neither is used while they are loaded, so that nothing
+// waits for them before Q is loaded. Lane l < 16 has row l of its warp.
 struct Entry {
     int32_t slot, length, at;
     __device__ __forceinline__ bool is_listed() const { return at < length; }
@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t rows_of_warp(const Role& r) {
     return shared_address(shared) + ROWS_AT + STAGE_ROWS * (4 * r.warpgroup + r.warp) * STRIDE;
 }
 
-// Starts the copies of a warp's rows; of zeros, where entries name none.
+// Starts the copies of a warp's rows; of zeros, where an entry is not valid.
 __device__ __forceinline__ void copy_rows(const AttentionParams& p, const Entry& entry, const Role& r) {
     const Place place = place_of_tile(p, r.warpgroup);
     const int warp = 4 * r.warpgroup + r.warp;
@@ -56,7 +56,8 @@ __device__ __forceinline__ void copy_rows(const AttentionParams& p, const Entry&
     mbarrier_arrive_after_copies(full);
 }
 
-// Which tiles are multiplied, a bit each: those with a valid entry, or the first one. All lanes of a warp call.
+// Which tiles are multiplied, a bit each: those with a valid entry; the first one if there is none. All lanes of a
+// warp call.
 __device__ __forceinline__ uint32_t tiles_with_rows() {
     const uint32_t warps = __ballot_sync(~0u, rest().valid[threadIdx.x % WARPS] != 0);
     uint32_t tiles = 0;

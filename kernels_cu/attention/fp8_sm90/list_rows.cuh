@@ -1,9 +1,10 @@
-// Of fp8_sm90: the rows that index lists name. The producer warps pass over tiles without a valid entry.
+// Part of fp8_sm90: how the producer warps find and copy the rows that index lists name. Tiles without a valid entry
+// are skipped.
 #pragma once
 #include "attention/division/list_end.cuh"
 #include "attention/fp8_sm90/producer.cuh"
 
-// The slots of both caches that entries can name.
+// How many slots of each cache an entry can name: an entry is valid if it is below that, as an unsigned number.
 struct Slots {
     uint32_t main, extra;
 
@@ -14,7 +15,7 @@ struct Slots {
     }
 };
 
-// As find_row of lists.cuh, with the source chosen once. That spills less here.
+// As find_row of lists.cuh, but the cache is chosen once, which spills less here.
 #if EXTRA_ROWS
 struct AnyRow {
     const uint8_t *data, *scale_bytes;
@@ -39,7 +40,7 @@ __device__ __forceinline__ Row row_of_entry(const AttentionParams& p, const Work
 }
 #endif
 
-// The index lists of a query. As load_entry of turn.cuh, with as few instructions as possible: they take turns with
+// The index lists of a query. This does what load_entry of turn.cuh does, with fewer instructions: they compete with
 // wgmma.
 struct Entries {
     const int32_t *main, *extra;
@@ -57,25 +58,25 @@ struct Entries {
     }
 };
 
-// The rows of a tile of which lane `lane` of producer warp `warp` looks at the entries, i = 0, 1. The first 16 lanes'
-// first ones are those that the warp copies.
+// Of each tile a producer warp loads all 64 entries, two a lane: those of rows row_of_lane(.., 0) and (.., 1). The
+// entries i = 0 of the first 16 lanes belong to the rows that this warp copies.
 __device__ __forceinline__ int row_of_lane(int warp, int lane, int i) {
     const int owner = (warp + lane / 16 + 2 * i) % 4;
     return STAGE_ROWS * stage_of_copier(lane % 16 / WARP_ROWS, owner) + owner % COPIERS * WARP_ROWS + lane % WARP_ROWS;
 }
 
-// Whether any of a tile's entries is valid. All lanes of the warp call.
+// Whether a tile has a valid entry. All lanes of the warp call.
 __device__ __forceinline__ bool has_valid(const int32_t (&entries)[2], uint32_t slots) {
     return __any_sync(~0u, min(uint32_t(entries[0]), uint32_t(entries[1])) < slots);
 }
 
-// Finds the ends of the lists of the CTA's first turns, at once. The consumers call, while Q is on its way: the eight warps
-// share the turns, two or more look at one.
+// Finds the ends of the lists of the CTA's first turns, all at the same time. The eight consumer warps call while Q is
+// copied. The turns are divided over the warps, so that two or more warps search each list.
 __device__ __forceinline__ void find_first_ends(const AttentionParams& p, const Work& only) {
     static_assert(FIRST_TURNS == 4, "two warps look at a turn");
     Small& sm = small();
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, turns = min(num_turns(p), FIRST_TURNS);
-    const int warps = turns <= 1 ? 8 : turns == 2 ? 4 : 2;  // of a turn
+    const int warps = turns <= 1 ? 8 : turns == 2 ? 4 : 2;  // that search for one turn
     const int turn = warp / warps, rank = warp % warps;
     if (turn < turns) {
         Lists lists;
@@ -93,19 +94,19 @@ __device__ __forceinline__ void find_first_ends(const AttentionParams& p, const 
     mbarrier_arrive_for_warp(shared_address(&sm.ends_known), lane);
 }
 
-// A split's tiles up to the end that WARPS warps have found. A warp calls.
+// The number of a split's tiles up to the end that WARPS warps have found. A warp calls.
 template <int WARPS>
 __device__ __forceinline__ int count_to_end(const Work& w, int lane, const int (&ends)[WARPS]) {
     const int tiles = __reduce_max_sync(~0u, ends[lane % WARPS]) - w.begin;
-    return min(w.count(), IN_TURN ? ceil_div(max(tiles, 0), w.step) : max(tiles, 0));
+    return min(w.count(), INTERLEAVED ? ceil_div(max(tiles, 0), w.step) : max(tiles, 0));
 }
 
-// Loads at a time with which the producer warps find an end, as registers allow.
-constexpr int LOADS_OF_END = CONSUMERS_LOOK ? 4 : 2;
+// How many loads the producer warps have in flight while they search an end. Their registers are few.
+constexpr int LOADS_OF_END = CONSUMERS_FIND_ENDS ? 4 : 2;
 
-// Each of the four producer warps copies 16 rows of every tile that has a valid entry. List entries are loaded AHEAD
-// tiles before their rows: under load they take 2,000 cycles. Warp 0 also fetches Q in the meantime. Returns the stage
-// behind the split.
+// Each of the four producer warps copies 16 rows of every tile that has a valid entry. A tile's entries are loaded
+// AHEAD tiles before its rows, since under load that takes 2,000 cycles. Warp 0 also starts the turn: it copies Q and
+// writes the TurnInfo. Returns the number of the stage after the split's last one.
 __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 2;
     const Entries list(p, w);
@@ -118,7 +119,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
         count = count_to_end(w, lane, small().ends);
         named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
     };
-    if (CONSUMERS_LOOK && w.turn >= FIRST_TURNS) find_count();
+    if (CONSUMERS_FIND_ENDS && w.turn >= FIRST_TURNS) find_count();
     const int rows[2] = {row_of_lane(warp, lane, 0), row_of_lane(warp, lane, 1)};
     int32_t entries[AHEAD][2];
     auto load_entries = [&](int i, int n) {
@@ -133,7 +134,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
     for (int i = 0; i < AHEAD; ++i) load_entries(i, i);
     if (warp == 0) begin_turn(p, w, lane);
     uint32_t stage = w.stage;
-    bool ended = false;  // the consumers know that no tile follows
+    bool ended = false;  // the last tile that was sent says that none follows
 #pragma unroll 1
     for (int first = 0; first <= count; first += AHEAD) {
         const uint32_t stage_before = stage;
@@ -141,22 +142,26 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
         for (int i = 0; i < AHEAD; ++i) {
             const int n = first + i, tile = w.tile(n);
             if (n > count) break;
-            const bool copied = has_valid(entries[i], slots.of(w, tile));  // behind the split there is no entry
+            const bool has_rows = has_valid(entries[i], slots.of(w, tile));  // false after the split's last tile
             const AnyRow row = row_of_entry(p, w, tile, entries[i][0], slots.of(w, tile));
             load_entries(i, n + AHEAD);
-            auto know_end = [&] {  // what the consumers have found, once the first copies are under way
-                if (!CONSUMERS_LOOK || i > 0 || n > 0 || w.turn >= FIRST_TURNS) return;
+            // Takes the end that the consumers have found. Called once the first copies have started.
+            auto adopt_end = [&] {
+                if (!CONSUMERS_FIND_ENDS || i > 0 || n > 0 || w.turn >= FIRST_TURNS) return;
                 mbarrier_wait(shared_address(&small().ends_known), 0);
                 count = count_to_end(w, lane, small().first_ends[w.turn]);
             };
-            if (!copied) {
-                know_end();
+            // A tile without rows is skipped. But at the end of the split it is sent, unless the tile before has said
+            // that none follows.
+            if (!has_rows) {
+                adopt_end();
                 if (n < count || ended) continue;
             }
-            // The consumers take the tiles of a unit together: one without rows completes the last unit.
+            // The consumers take tiles in units (UNIT_TILES). If the number of tiles is odd, an empty tile completes
+            // the last unit.
             const bool completes = UNIT_TILES == 1 || (stage - w.stage) % UNIT_STAGES != 0;
             copy_tile(row, 1, tile >= w.main_tiles, stage, warp, lane, [&] {
-                if (copied) know_end();
+                if (has_rows) adopt_end();
                 const bool is_tile = n < count || (UNIT_TILES > 1 && completes);
                 ended = completes && n + 1 >= count;
                 const bool last_of_warpgroup = UNIT_TILES > 1 && completes ? ended : n + 2 >= count;
@@ -165,11 +170,13 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             stage += TILE_STAGES;
         }
         const int next = first + AHEAD;
-        if (!CONSUMERS_LOOK && stage == stage_before && next < count && count == w.count()) {
+        // AHEAD tiles without rows, and nobody has looked for the split's end: it may be near, so find it now.
+        if (!CONSUMERS_FIND_ENDS && stage == stage_before && next < count && count == w.count()) {
             find_count();
             count = max(count, next);
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) load_entries(i, next + i);  // again: meanwhile they need no registers
+            for (int i = 0; i < AHEAD; ++i)
+                load_entries(i, next + i);  // again, so that they need no registers during the search
         }
     }
     return stage;

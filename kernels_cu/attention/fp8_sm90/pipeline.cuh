@@ -1,4 +1,4 @@
-// Of fp8_sm90: a work item in the consumer warps, and all that a CTA does.
+// Part of fp8_sm90: a turn in the consumer warps, and the kernel's main function.
 #pragma once
 #include "attention/fp8_sm90/results.cuh"
 #include "ptx/fence.cuh"
@@ -6,36 +6,36 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 
-// --- a work item ----------------------------------------------------------------------------------------------
+// --- a turn ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void release_q(const Role& r) {
     __syncwarp();
     mbarrier_arrive_for_warp(shared_address(&small().q_empty), r.lane);
 }
 
-// Waits for a tile's rows, those of this warp's stage, and returns what follows the tile.
+// Waits for this warp's stage of a tile, and returns what follows the tile.
 __device__ __forceinline__ uint32_t wait_for_tile(const Role& r, uint32_t stage) {
     const int place = place_of(stage + r.warp);
     mbarrier_wait(shared_address(&small().full[place]), phase_of(stage + r.warp));
     return small().marks[place] & FOLLOWS;
 }
 
-// Releases a tile that nothing is read of. Its stages may have come at different times.
-__device__ __forceinline__ void pass_tile(const Role& r, uint32_t stage) {
+// Releases a tile without reading it. Each stage is waited for, since stages may arrive at different times.
+__device__ __forceinline__ void skip_tile(const Role& r, uint32_t stage) {
 #pragma unroll 1
     for (int k = 0; k < TILE_STAGES; ++k) {
         const int place = place_of(stage + k);
         mbarrier_wait(shared_address(&small().full[place]), phase_of(stage + k));
-        __syncwarp();  // no lane is still to see that phase
+        __syncwarp();  // all lanes have seen the phase end before it may be followed by the next
         mbarrier_arrive_for_warp(shared_address(&small().empty[place]), r.lane);
     }
 }
 
-// What a division does with O^T (division.cuh).
+// The result of a turn, as a division takes it (`Results` in division.cuh).
 struct Results {
     static constexpr int VALUES = 8;
     const AttentionParams& p;
-    const Attended& w;
+    const TurnInfo& w;
     const Role& r;
     Output& out;
 
@@ -58,21 +58,22 @@ struct Results {
     __device__ __forceinline__ void store() const { store_results(p, w, r, out); }
 };
 
-// Tile after tile: this warpgroup's next S, then the product with the other's tile, then the softmax of its own.
-// Returns the stage behind the split.
+// A turn in a consumer warpgroup. Tile after tile it multiplies S of its own next tile, then P.V of the other
+// warpgroup's tile, then takes the softmax of its own, then multiplies P.V of its own. Returns the number of the stage
+// after the split's last one.
 __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int stage, const Role& r,
-                                      const Attended& known) {
-    const Attended& w = ONE_TURN ? known : small().attended[turn % 2];
+                                      const TurnInfo& known) {
+    const TurnInfo& w = ONE_TURN ? known : small().turn_infos[turn % 2];
     float logit_scale;
     if (Division::split_of(p, turn) == 0) {
         logit_scale = has_e4m3_q(p) ? load_q_e4m3(p, turn, w, r) : load_q(p, turn, w, r);
-        if (END == End::KEEP) small().logit_scale = logit_scale;  // all threads have the same
+        if (END == End::KEEP) small().logit_scale = logit_scale;  // the same in all threads
     } else {
         mbarrier_wait(shared_address(&small().q_full), turn & 1);
         logit_scale = small().logit_scale;
     }
     if (threadIdx.x < HEADS) small().ref[threadIdx.x] = REF_NONE;
-    know_lines(p, w);
+    prepare_masks(p, w);
     fence_proxy_async();
     sync_consumers();
 
@@ -84,14 +85,14 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int st
         multiply_pv(r, stage, other, small().raised[other], out, [] {});
     };
     const int first = stage;
-    stage += TILE_STAGES * r.warpgroup;  // the first of this warpgroup's tile
-    // What follows this warpgroup's last tile, and the last one of both; whether the other's last one is still to be
-    // multiplied.
+    stage += TILE_STAGES * r.warpgroup;  // the first stage of this warpgroup's tile
+    // `follows`: what follows this warpgroup's latest tile. `last`: what follows the latest tile of both.
+    // `other_is_left`: P.V of the other warpgroup's last tile is still to be multiplied.
     uint32_t follows = ANYTHING, last;
     bool other_is_left = false;
 #pragma unroll 1
     for (;; stage += 2 * TILE_STAGES) {
-        if (stage != first) {  // a tile of the other stands before it
+        if (stage != first) {  // the tile before is the other warpgroup's
             last = wait_for_tile(r, stage - TILE_STAGES);
             if (last & NONE) {  // or ENDED
                 other_is_left = last == NONE;
@@ -120,11 +121,11 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int st
             break;
         }
     }
-    // Now `stage` is behind the split.
+    // Now `stage` is the stage after the split's last one.
     if (follows == ANYTHING) release_q(r);
-    if (last == ENDED) pass_tile(r, stage - TILE_STAGES);
+    if (last == ENDED) skip_tile(r, stage - TILE_STAGES);
     if (other_is_left) multiply_other(stage - (last == ENDED ? 2 : 1) * TILE_STAGES);
-    // Of clusters, what is derived from the lane has no registers in the loop.
+    // In clusters, no register of the loop is spent on what follows from the lane.
     const Role rare = DIVISION == CLUSTERS ? rare_role(r) : r;
     Division::end_turn(p, small().division, turn, Results{p, w, rare, out});
     return stage;
@@ -134,7 +135,7 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int st
 
 __device__ __forceinline__ void run(const AttentionParams& p) {
     Small& sm = small();
-    if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns, 40 cycles each
+    if (threadIdx.x % 32 == 0) {  // one lane of each warp: lanes of one warp would be serialised, 40 cycles each
         for (int stage = threadIdx.x / 32; stage < STAGES; stage += THREADS / 32) {
             constexpr int COPIES = COPIERS * (WARP_ARRIVALS + (COPY_SCALES ? 32 : 0));
             mbarrier_init(shared_address(&sm.full[stage]), COPIES);
@@ -151,13 +152,13 @@ __device__ __forceinline__ void run(const AttentionParams& p) {
     Division::begin(p, sm.division, cta);
     __syncthreads();
     if (Division::is_idle(sm.division)) return;
-    Work only;  // if ONE_TURN: found while an earlier kernel runs, unless that may write lengths
+    Work only;  // ONE_TURN: found while an earlier kernel runs, unless that kernel may write list lengths
     if constexpr (ONE_TURN) {
         if (!Division::HAS_WAITED && has_lengths(p)) wait_for_earlier_kernels();
         only = find_work(p, 0);
     }
     if (!FOUND_EARLY || has_lengths(p)) wait_for_earlier_kernels();
-    static_assert(Division::SCRATCH_BYTES <= P_BYTES, "the space of P, to which no bulk copies come");
+    static_assert(Division::SCRATCH_BYTES <= P_BYTES, "scratch is in the space of P, which bulk copies do not write");
     Division::finish(p, sm.division, cta, reinterpret_cast<uint16_t*>(shared + P_AT));
     if (!FOUND_EARLY) let_next_kernel_start();
     int stage = 0;
@@ -173,11 +174,11 @@ __device__ __forceinline__ void run(const AttentionParams& p) {
         Division::leave();
     } else {
         increase_registers_to<232>();
-        Attended known;  // if ONE_TURN
-        if constexpr (ONE_TURN) known = attended_of(only);
+        TurnInfo known;  // if ONE_TURN
+        if constexpr (ONE_TURN) known = turn_info_of(only);
         if (END == End::KEEP && uniform(threadIdx.x / 32) == 0 && num_turns(p) > 0) fetch_first_q(p, threadIdx.x);
         if (threadIdx.x == 0) Division::join(p, sm.division);
-        if (CONSUMERS_LOOK) find_first_ends(p, only);
+        if (CONSUMERS_FIND_ENDS) find_first_ends(p, only);
         if (FOUND_EARLY) wait_for_earlier_kernels();
 #pragma unroll 1
         for (int turn = 0; turn < num_turns(p); ++turn) stage = attend(p, turn, stage, consumer_role(), known);

@@ -1,4 +1,4 @@
-// Of fp8_sm90: Q to f16, in the order in which S^T multiplies it.
+// Part of fp8_sm90: Q becomes f16, in the order in which multiply_qk takes its columns.
 #pragma once
 #if DENSE
 #include "attention/fp8_sm90/request_rows.cuh"
@@ -7,26 +7,29 @@
 #endif
 #include "ptx/arithmetic.cuh"
 
-// Column blocks 2 n and 2 n + 1 of Q hold columns 128 n .. + 127: each has 64 of them for itself, or they share them.
+// Column blocks 2 n and 2 n + 1 of Q hold columns 128 n .. 128 n + 127. If the blocks "are alone", each has 64
+// neighbouring columns; else they take 16 columns in turn.
 __device__ __forceinline__ bool are_alone(int n) { return PAIRED || n >= D_NOPE / 128; }
 
-// In multiply_qk, k = 16 i + 2 t + e (e = 0, 1) is what thread t holds as item 4 i + e of a row's columns, 8 further
-// item 4 i + 2 + e. So word t of chunk 4 half + k of a head's line is word k of the eight columns from
-//   128 n + 32 t + 16 odd + 8 half  in block 2 n + odd, where two share columns,
+// The order of columns. In multiply_qk thread t of a quad loads 16 neighbouring items of a row. It uses items 4 i + e
+// (e = 0, 1) as k = 16 i + 2 t + e, and items 4 i + 2 + e as k = 16 i + 2 t + 8 + e. So word t of chunk 4 half + k of
+// a head's line in Q holds word k of the eight columns that begin with
+//   128 n + 32 t + 16 odd + 8 half  in block 2 n + odd of a pair,
 //   64 block + 16 t + 8 half        in a block that is alone.
-// A thread takes all t and k of a head, a half and several blocks, so that it stores 16 bytes at a time. Of the ninth
-// block it takes T_OF_LAST of the four t; of 16 heads warpgroup 0 does.
+// A thread takes all t and k of a head and a half, in several blocks, so that it stores 16 bytes at a time. Of the
+// ninth block it takes only T_OF_LAST of the four t; with 16 heads warpgroup 0 takes all of it.
 struct QPart {
     int head, half, odd, last_t;
 };
-// Of pairs of column blocks a thread has one block each: of PAIRS, PAIRS_APART from one to the next.
+// Column blocks come in pairs. A thread takes one block of each of PAIRS pairs, which are PAIRS_APART pairs apart.
 constexpr int PAIRS = HEADS / 16, PAIRS_APART = 64 / HEADS;
 __device__ __forceinline__ int first_pair(const Role& r) { return (HEADS == 16 ? r.warp : r.warp / 2) % PAIRS_APART; }
 constexpr int T_OF_LAST = HEADS < 32 ? 1 : HEADS / 32;
 constexpr bool NINTH = Q_BLOCKS == 9;
 
-// The loads and the stores of eight lanes meet all banks: two halves of heads that are in four groups (raw_q) and in
-// lines that are swizzled in four ways. So do stores of less than 16 bytes, as every eight lanes have another last_t.
+// Which part of Q a thread takes. It is chosen such that the loads and the stores of eight lanes hit all banks: these
+// lanes have two halves of heads in four groups (raw_q) and in lines with four different swizzles. Stores of less than
+// 16 bytes hit all banks, too, because each eight lanes have another last_t.
 __device__ __forceinline__ QPart q_part(const Role& r) {
     const int i = r.lane / 2 % 4, eight = r.lane / 8, group = (i ^ eight) + r.warp % 2 * 4;
     QPart part;
@@ -50,8 +53,9 @@ __device__ __forceinline__ void store_shared(uint32_t to, const uint32_t (&x)[WO
     if constexpr (WORDS == 1) store_shared_4(to, x[0]);
 }
 
-// Stores the columns of TS successive t, times `factor`, a pair of powers of two. `line` is where they go in the half's
-// first chunk of column block 0; the swizzle makes that of chunk k line ^ 16 k.
+// Stores the columns of TS successive t as f16 (or, without `f16`, bfloat16), times `factor`, a pair of powers of two.
+// `line` is where they go in the half's first chunk of column block 0. The swizzle moves those of chunk k to line ^ 16
+// k.
 template <int TS>
 __device__ __forceinline__ void store_q(uint32_t line, int block, const Vec16 (&columns)[TS], uint32_t factor,
                                         bool f16) {
@@ -64,11 +68,11 @@ __device__ __forceinline__ void store_q(uint32_t line, int block, const Vec16 (&
             const uint32_t scaled = multiply_bf16x2(k < 2 ? (k == 0 ? v.x : v.y) : (k == 2 ? v.z : v.w), factor);
             words[t] = f16 ? bf16x2_to_f16x2(scaled) : scaled;
         }
-        store_shared((line ^ (k << 4)) + block * LINES_BYTES, words);
+        store_shared((line ^ (k << 4)) + block * HEADS_BLOCK_BYTES, words);
     }
 }
 
-// The same of columns in e4m3, as they are.
+// The same for e4m3 columns, without a factor.
 template <int TS>
 __device__ __forceinline__ void store_q_e4m3(uint32_t line, int block, const Vec8 (&columns)[TS]) {
     uint32_t words[4][TS];
@@ -78,10 +82,10 @@ __device__ __forceinline__ void store_q_e4m3(uint32_t line, int block, const Vec
         e4m3x4_to_f16x2(columns[t].y, words[2][t], words[3][t]);
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k) store_shared((line ^ (k << 4)) + block * LINES_BYTES, words[k]);
+    for (int k = 0; k < 4; ++k) store_shared((line ^ (k << 4)) + block * HEADS_BLOCK_BYTES, words[k]);
 }
 
-// The largest of the magnitudes in `top` and in the columns. Signs are of no meaning.
+// The largest magnitude of `top` and the columns. Sign bits of `top` and of the result mean nothing.
 template <int TS>
 __device__ __forceinline__ uint32_t largest_bits(uint32_t top, const Vec16 (&columns)[TS]) {
 #pragma unroll
@@ -92,15 +96,21 @@ __device__ __forceinline__ uint32_t largest_bits(uint32_t top, const Vec16 (&col
     return top;
 }
 
-// What a logit is multiplied with, of Q times 1 / `q_scale`.
+// The factor of logits, where Q was divided by `q_scale`.
 __device__ __forceinline__ float logit_scale_of(const AttentionParams& p, float q_scale) {
     float scale = p.scale_log2 * q_scale;
     if (PLAIN) scale *= load_call_scale(p.k_scale);
     return scale == 0.0f ? 0x1p-120f : scale;  // times -inf that is still -inf
 }
 
-// Q in place, to f16 and in the order of multiply_qk. Returns what a logit is to be multiplied with.
-__device__ __forceinline__ float load_q(const AttentionParams& p, int turn, const Attended& w, const Role& r) {
+// The exponent of the power of two that brings a Q, whose largest magnitude is `max`, to 2^13 .. 2^14.
+__device__ __forceinline__ int q_shift(float max) {
+    const int exponent = int(__float_as_uint(max) >> 23) - 127;
+    return exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // infinities stay infinite
+}
+
+// Turns Q in shared memory into f16 in the order of multiply_qk, in its place. Returns the factor of logits.
+__device__ __forceinline__ float load_q(const AttentionParams& p, int turn, const TurnInfo& w, const Role& r) {
     static_assert(Q_BLOCKS * 64 == D_QK && (NINTH || Q_BLOCKS == 8), "");
     const QPart part = q_part(r);
     auto pair = [&](int i) { return i * PAIRS_APART + first_pair(r); };
@@ -123,33 +133,33 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, cons
     const bool is_there = part.head < p.h_q - w.first_head;
     if (!is_there) top = 0;
     top &= 0x7fff7fff;
-    // Positive numbers are ordered as their bits are.
+    // Positive floats compare as their bits do.
     top = __reduce_max_sync(~0u, larger_half(top));
     if (r.lane == 0) small().q_max[4 * r.warpgroup + r.warp] = __uint_as_float(top << 16);
     sync_consumers();
     float max = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) max = fmaxf(max, small().q_max[i]);
-    const int exponent = int(__float_as_uint(max) >> 23) - 127;
-    const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // an infinity stays one
-    // Heads that do not exist: whatever was there becomes zeros and NaN, which raise no reference.
+    const int shift = q_shift(max);
+    // Heads that do not exist: whatever is in their space becomes zeros or NaN, and neither raises a reference.
     const uint32_t factor = is_there ? power_of_two_bf16x2(shift + 127) : 0;
     const uint32_t line = swizzled(shared_address(shared) + Q_AT, part.head, 4 * part.half);
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) store_q(line + part.odd * LINES_BYTES, 2 * pair(i), columns[i], factor, true);
-    // RoPE of FP4 rows is not 2^-7 of its numbers, but what it is multiplied with.
+    for (int i = 0; i < PAIRS; ++i)
+        store_q(line + part.odd * HEADS_BLOCK_BYTES, 2 * pair(i), columns[i], factor, true);
+    // E5M2: logits are multiplied by 2^7, but K's RoPE does not lack that factor. So Q's RoPE is multiplied by 2^-7.
     const uint32_t factor_of_last = is_there ? power_of_two_bf16x2(shift + 127 - FP4_EXPONENT) : 0;
     if (NINTH && has_last(part)) store_q(line + 4 * part.last_t, 8, last, factor_of_last, PLAIN || ROPE_CODED);
     return logit_scale_of(p, __uint_as_float(uint32_t(127 - shift) << 23));
 }
 
-// The same of Q in e4m3, which f16 holds as it is.
-__device__ __forceinline__ float load_q_e4m3(const AttentionParams& p, int turn, const Attended& w, const Role& r) {
+// The same for an e4m3 Q, which needs no factor.
+__device__ __forceinline__ float load_q_e4m3(const AttentionParams& p, int turn, const TurnInfo& w, const Role& r) {
     const QPart part = q_part(r);
     auto pair = [&](int i) { return i * PAIRS_APART + first_pair(r); };
     const uint32_t raw = raw_q(part.head, D_QK) + 8 * part.half;
     mbarrier_wait(shared_address(&small().q_full), turn & 1);
-    const bool is_there = part.head < p.h_q - w.first_head;  // known now
+    const bool is_there = part.head < p.h_q - w.first_head;  // `w` is valid once q_full is complete
     auto load = [&](uint32_t from) { return is_there ? load_shared_8(from) : Vec8{0, 0}; };
     Vec8 codes[PAIRS][4], last[T_OF_LAST];
 #pragma unroll
@@ -163,7 +173,7 @@ __device__ __forceinline__ float load_q_e4m3(const AttentionParams& p, int turn,
     sync_consumers();
     const uint32_t line = swizzled(shared_address(shared) + Q_AT, part.head, 4 * part.half);
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) store_q_e4m3(line + part.odd * LINES_BYTES, 2 * pair(i), codes[i]);
+    for (int i = 0; i < PAIRS; ++i) store_q_e4m3(line + part.odd * HEADS_BLOCK_BYTES, 2 * pair(i), codes[i]);
     if (NINTH && has_last(part)) store_q_e4m3(line + 4 * part.last_t, 8, last);
     return logit_scale_of(p, load_call_scale(p.q_scale));
 }

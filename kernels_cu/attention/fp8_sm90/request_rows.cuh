@@ -1,30 +1,31 @@
-// Of fp8_sm90: the rows of a request, which the block table names.
+// Part of fp8_sm90, dense attention: how the producer warps copy a request's rows, which the block table names.
 #pragma once
 #include "attention/fp8_sm90/producer.cuh"
 
 static_assert(!EXPAND, "");
 
-// The consumers have nothing to look for: it is known how many tiles a split has.
+// There are no lists whose ends the consumers could find.
 __device__ __forceinline__ void find_first_ends(const AttentionParams&, const Work&) {}
 
-// Rows of a stage that stand behind each other come by one copy, where they lie in shared memory as in the cache. Returns
-// how many a lane copies: its own and those behind it, or 0, if a lane before it copies its row. All lanes call.
+// Rows of a stage that are neighbours in the cache come by one copy, if they have the same distance in shared memory.
+// Returns how many rows this lane copies: its own and those after it, or 0 if a lane before copies its row. All lanes
+// call.
 __device__ __forceinline__ int run_of(const Row& row, int lane) {
     if (RUN_ROWS == 1) return 1;
     const uint64_t place = reinterpret_cast<uint64_t>(row.data), before = __shfl_up_sync(~0u, place, 1);
     const bool first = lane % RUN_ROWS == 0 || place == 0 || place != before + ROW_STRIDE;
-    const uint32_t behind = (__ballot_sync(~0u, first) >> lane) >> 1;  // lanes that begin a run
+    const uint32_t behind = (__ballot_sync(~0u, first) >> lane) >> 1;  // the later lanes that begin a run
     return first ? max(__ffs(behind), 1) : 0;
 }
 
-// Each of the four producer warps copies 16 rows of every tile. Blocks are looked up AHEAD tiles before their rows are
-// copied. Warp 0 also fetches Q in the meantime. Returns the stage behind the split.
+// Each of the four producer warps copies 16 rows of every tile. It looks blocks up AHEAD tiles before it copies their
+// rows. Warp 0 also starts the turn (begin_turn). Returns the number of the stage after the split's last one.
 __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 2;
     const DenseParams& d = dense(p);
     const int32_t* table = d.table.blocks + w.query.b * d.table.stride;
     const int count = w.count(), step = w.step * TILE_ROWS;
-    const int tiles = max(ceil_div(count, UNIT_TILES) * UNIT_TILES, 1);  // with those that have no rows
+    const int tiles = max(ceil_div(count, UNIT_TILES) * UNIT_TILES, 1);  // with empty ones that complete a unit
     const int end = w.first_row + min(w.end * TILE_ROWS, w.main_length);
     // Lanes 0 .. 15 have a row each.
     const int own =

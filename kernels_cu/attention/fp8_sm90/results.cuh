@@ -1,10 +1,10 @@
-// Of fp8_sm90: what becomes of O^T: results, or partial results and their merge.
+// Part of fp8_sm90: the epilogue. O^T becomes results, or a partial result; partial results are merged.
 #pragma once
 #include "attention/division/results.cuh"
 #include "attention/fp8_sm90/chunks.cuh"
 #include "attention/fp8_sm90/values.cuh"
 
-// Stores each warp's denominators; sum_of adds those of all warps for head `local` of the head tile.
+// Stores each warp's part of the denominators. sum_of adds the parts for head `local` of the head tile.
 __device__ __forceinline__ void gather_sums(const Role& r, const Output& out) {
 #pragma unroll
     for (int c = 0; c < SUMS; ++c) {
@@ -20,20 +20,20 @@ __device__ __forceinline__ float sum_of(int local) {
     return sum;
 }
 
-// What O^T is multiplied with beside its denominator.
+// The factor of O^T that is the same for all heads.
 __device__ __forceinline__ float value_scale(const AttentionParams& p) {
     if (E5M2) return 1 << FP4_EXPONENT;
     return PLAIN ? load_call_scale(p.k_scale) : 1.0f;
 }
 
-// END LEAVE: what the partial results of other CTAs are multiplied with, [partial result][head]. In the space of Q: a
-// CTA merges at its last split.
+// END LEAVE: weights [partial result][head] of other CTAs' partial results. They are in the space of Q, which is free,
+// since the split that merges is the CTA's last one.
 static_assert(END != End::LEAVE || MOST_SPLITS * HEADS * 4 <= P_AT, "");
 __device__ __forceinline__ float* merge_weights() { return reinterpret_cast<float*>(shared); }
 
-// Denominators, with those of `count` partial results of the CTAs before, to statistics, and to the factors that O^T
-// and these are multiplied with.
-__device__ __forceinline__ void finish_sums(const AttentionParams& p, const Attended& w, const Role& r, int count,
+// Combines the denominators of this split with those of `count` partial results of earlier CTAs. Writes statistics,
+// and the factors of this O^T (`scale`) and of the partial results (merge_weights).
+__device__ __forceinline__ void finish_sums(const AttentionParams& p, const TurnInfo& w, const Role& r, int count,
                                             const PartialResults<8>& partials) {
     Small& sm = small();
     const int local = threadIdx.x, head = w.first_head + local, first = partials.rank - count;
@@ -65,8 +65,8 @@ __device__ __forceinline__ void finish_sums(const AttentionParams& p, const Atte
     sync_consumers();
 }
 
-// Makes O^T a partial result: its statistics are written, and the power of two that brings each head's O^T to the range
-// of f16 stands in `scale`, for threads that have met.
+// Writes the statistics of a partial result. For each head it leaves in `scale` the power of two that brings O^T to
+// the range of f16; threads may read it after a barrier.
 __device__ __forceinline__ void write_partial_statistics(const AttentionParams& p, const Role& r, const Output& out,
                                                          const PartialResults<8>& partials) {
     Small& sm = small();
@@ -90,8 +90,7 @@ __device__ __forceinline__ void write_partial_statistics(const AttentionParams& 
     }
 }
 
-// A thread's values of a partial result, of its head number `own`: chunk 256 own + threadIdx.x, columns 2 g and 2 g + 1
-// of 16, of four column blocks.
+// The chunk of a partial result (chunks.cuh) that this thread holds of its head number `own`.
 __device__ __forceinline__ float4 partial_chunk(const Role& r, const Output& out, int own) {
     const float up = small().scale[r.head(own)];
     float words[4];
@@ -101,12 +100,12 @@ __device__ __forceinline__ float4 partial_chunk(const Role& r, const Output& out
     return make_float4(words[0], words[1], words[2], words[3]);
 }
 
-// Chunks of a partial result that are looked at: DENSE, those of eight lines each that are not all padding.
+// How many chunks of a partial result are used. DENSE: lines beyond the last, in eights, are left out.
 __device__ __forceinline__ int chunks_of(const AttentionParams& p, int first_head) {
     return DENSE ? min(HEADS, ceil_div(p.h_q - first_head, 8) * 8) * (D_V / 8) : PartialResults<8>::CHUNKS;
 }
 
-// Writes its first `chunks` values. All consumers have met since its statistics were written.
+// Writes the first `chunks` chunks of a partial result. All consumers have met since its statistics were written.
 __device__ __forceinline__ void write_partial_values(const Role& r, const Output& out,
                                                      const PartialResults<8>& partials,
                                                      int chunks = PartialResults<8>::CHUNKS) {
@@ -117,14 +116,14 @@ __device__ __forceinline__ void write_partial_values(const Role& r, const Output
 }
 
 // Writes the partial result of a split, in f16 times a power of two for each head.
-__device__ __forceinline__ void write_partial(const AttentionParams& p, const Attended& w, const Role& r,
+__device__ __forceinline__ void write_partial(const AttentionParams& p, const TurnInfo& w, const Role& r,
                                               const Output& out, const PartialResults<8>& partials) {
     write_partial_statistics(p, r, out, partials);
     sync_consumers();
     write_partial_values(r, out, partials, chunks_of(p, w.first_head));
 }
 
-// A thread's values of a partial result for some of its heads, from number `first` on.
+// This thread's chunks of a partial result, for COUNT of its heads from number `first` on.
 struct Chunks {
     static constexpr int COUNT = OWN_HEADS < 8 ? OWN_HEADS : 8;
     float4 of[COUNT];
@@ -136,8 +135,8 @@ __device__ __forceinline__ Chunks load_chunks(const PartialResults<8>& partials,
     return chunks;
 }
 
-// Adds `count` partial results of the CTAs before to O^T, which has been multiplied with its factors. The first values
-// of the first one were asked for before.
+// Adds `count` partial results of earlier CTAs to O^T, which has been multiplied by its factors. `chunks` holds the
+// first chunks of the first one: they were loaded ahead.
 __device__ __forceinline__ void add_partials(const Role& r, int count, const PartialResults<8>& partials,
                                              Chunks& chunks, Output& out) {
 #pragma unroll 1
@@ -170,21 +169,21 @@ __device__ __forceinline__ void clear(Output& out) {
     for (int c = 0; c < SUMS; ++c) out.sum[c] = 0.0f;
 }
 
-// END KEEP: writes the partial result of a split. After an item's last one O^T becomes the sum of all, as a cluster
-// merges them: that of the last split stays in registers, rounded as the others are. A thread reads what it has written
-// itself, the values of the next heads or split while it adds those before.
-__device__ __forceinline__ void merge_segments(const AttentionParams& p, const Attended& w, const Role& r, int split,
+// END KEEP: writes the partial result of a split. After an item's last split it sets O^T to the merged result, with
+// the same bits as a cluster's merge: the last split's O^T stays in registers and is rounded as the others were. A
+// thread reads only what it wrote itself. It loads the chunks of the next heads or split while it adds those before.
+__device__ __forceinline__ void merge_segments(const AttentionParams& p, const TurnInfo& w, const Role& r, int split,
                                                Output& out) {
     const int count = p.num_splits, last = count - 1;
     const ClusterResults<8> partials(p.cluster_parts + int64_t(blockIdx.x) * count * PartialResults<8>::STEP, split,
                                      count, 1);
-    write_partial_statistics(p, r, out, partials);  // its code stands here once, for all splits
+    write_partial_statistics(p, r, out, partials);  // before the branch, so that its code exists once
     if (!w.ends_item) {
         sync_consumers();
         write_partial_values(r, out, partials);
         return;
     }
-    float* weights = reinterpret_cast<float*>(shared + P_AT);  // no P is read any more; the next Q may be on its way
+    float* weights = reinterpret_cast<float*>(shared + P_AT);  // P is not needed any more; the next Q may be under way
     static_assert(MAX_CLUSTER * HEADS * 4 <= P_BYTES, "");
     if (threadIdx.x < HEADS) {
         float weight[MAX_CLUSTER];
@@ -233,7 +232,7 @@ __device__ __forceinline__ void merge_segments(const AttentionParams& p, const A
     sync_consumers();
 }
 
-// END MEET: merges partial results of a query's heads, this CTA's share of the output. The CTAs have met.
+// END MEET: merges this CTA's share of the output from all partial results. The CTAs have met.
 __device__ __forceinline__ void merge_partials(const AttentionParams& p, const Query& query, int first_head,
                                                ClusterResults<8> partials) {
     partials.chunks = chunks_of(p, first_head);
@@ -254,14 +253,14 @@ __device__ __forceinline__ void merge_partials(const AttentionParams& p, const Q
     partials.merge_share<CONSUMERS>(weights, line_of_chunk, column_of_chunk, finish, sync_consumers, store);
 }
 
-// Turns O^T into results, with the partial results of the CTAs before.
-__device__ __forceinline__ void finish_results(const AttentionParams& p, const Attended& w, const Role& r,
+// Divides O^T by its denominators, and merges it with the partial results of earlier CTAs.
+__device__ __forceinline__ void finish_results(const AttentionParams& p, const TurnInfo& w, const Role& r,
                                                Output& out) {
     const PartialResults<8> partials = {p.cluster_parts, int(blockIdx.x)};
     gather_sums(r, out);
     const bool waits = r.warpgroup == 0 && r.warp == 0;
     const int count = Division::count_earlier(p, w.begins_item, waits, r.lane, small().partials, sync_consumers);
-    Chunks chunks = {};  // set in any case, or they have registers in the loop
+    Chunks chunks = {};  // initialised, or the compiler keeps registers for it in the main loop
     if (count > 0) chunks = load_chunks(partials, partials.rank - count, 0);
     finish_sums(p, w, r, count, partials);
 #pragma unroll
@@ -276,20 +275,21 @@ __device__ __forceinline__ void finish_results(const AttentionParams& p, const A
     if constexpr (END == End::LEAVE) add_partials(r, count, partials, chunks, out);
 }
 
-// Writes results. Before, no P is read any more.
-__device__ __forceinline__ void store_results(const AttentionParams& p, const Attended& w, const Role& r,
+// Writes the output. P is not needed any more: its space is used.
+__device__ __forceinline__ void store_results(const AttentionParams& p, const TurnInfo& w, const Role& r,
                                               const Output& out) {
-    const int first = 256 * r.warpgroup + 16 * r.warp;  // of column block v this thread holds 2 g and 2 g + 1 of 16
+    const int first = 256 * r.warpgroup +
+                      16 * r.warp;  // of column block v this thread has columns 2 g and 2 g + 1 of the 16 behind this
     const OutAt results = first_out(p, w.query, w.first_head);
-    // END KEEP: there is one way. Code that runs once comes from memory, so it takes time by its length.
+    // END KEEP has this way alone: code that runs once is fetched from memory, so its length costs time.
     const bool wide = p.flags & WIDE_OUT;
     if (END == End::KEEP || wide) {
-        // Eight heads at a time through the space of P, [head][column], from where whole lines are written. Stretches
-        // of 32 bytes change places from one pair of heads to the next, so that a warp's stores meet all banks.
+        // Eight heads at a time go through the space of P, [head][column], so that whole lines of memory are written.
+        // Groups of 32 bytes are swizzled from one pair of heads to the next, so that a warp's stores hit all banks.
         constexpr int LINE = 2 * D_V, BUFFERS = P_BYTES / (8 * LINE);
         static_assert(BUFFERS * 8 * LINE == P_BYTES, "");
         const int head = threadIdx.x / 64, column = threadIdx.x % 64 * 8, heads = p.h_q - w.first_head;
-        OutAt to = further_out(p, results, head, column);  // of this head and every fourth one behind it
+        OutAt to = further_out(p, results, head, column);  // moves on by four heads at a time
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
             const uint32_t lines = shared_address(shared) + P_AT + j % BUFFERS * 8 * LINE;

@@ -1,26 +1,27 @@
-// Of fp8_sm90: the scales of rows, and the RoPE that is divided by them.
+// Part of fp8_sm90: r and scale / r of rows (fp8_sm90.cu), and RoPE divided by r.
 #pragma once
 #include "attention/fp8_sm90/queries.cuh"
 
-// The scales of a thread's two rows, g and g + 8 of its warp's stage: r, and scale / r as f16, both rows in a word, of
-// chunks t, t + 4 ...; EXPAND: of those that the thread's bytes of a row are in, of column block after column block.
+// The scales of a thread's two rows, g and g + 8 of its warp's stage. `ratio`: scale / r as f16, both rows in a word,
+// of chunks t, t + 4, ...; EXPAND: of the chunks that hold the thread's bytes of a row, column block by column block.
 constexpr int RATIO_WORDS = ceil_div(CHUNKS, 4);
 __device__ __forceinline__ int chunk_of_word(int t, int k) {
     if (!EXPAND) return t + 4 * k;
     return are_alone(k / 2) ? 4 * k + t : 4 * (k - k % 2) + 2 * t + k % 2;
 }
 struct RowScales {
-    float r[2], logit[2];         // S^T times `logit` are the logits
-    uint32_t ratio[RATIO_WORDS];  // not of PLAIN_FP8, whose r is 1
+    float r[2], logit[2];         // logits are S^T times `logit`
+    uint32_t ratio[RATIO_WORDS];  // not used for PLAIN_FP8, whose r is 1
 };
 
-// What S^T is multiplied with where a row's `factor` is not in it. Not 0: times -inf that is still -inf.
+// The factor that makes logits of a row's S^T, where S^T lacks the row's `factor`. Never 0, so that a masked -inf
+// stays -inf.
 __device__ __forceinline__ float scale_logits(float logit_scale, float factor) {
     const float scale = logit_scale * factor;
     return scale == 0.0f ? logit_scale : scale;
 }
 
-// Float32: a row's scales, none below LEAST_SCALE.
+// Float32 scales of a row, raised to LEAST_SCALE at least.
 __device__ __forceinline__ void load_float_scales(uint32_t row, float (&scale)[4]) {
     const Vec16 v = load_shared_16(row + SCALES_AT);
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
@@ -31,7 +32,7 @@ __device__ __forceinline__ void load_float_scales(uint32_t row, float (&scale)[4
     }
 }
 
-// 16 values of a row's RoPE: words 2 i and 2 i + 1 for step i of k.
+// Loads 16 values of a row's RoPE: words 2 i and 2 i + 1 are for step i of k.
 __device__ __forceinline__ void load_rope(uint32_t row, int t, uint32_t (&words)[8]) {
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
@@ -40,7 +41,8 @@ __device__ __forceinline__ void load_rope(uint32_t row, int t, uint32_t (&words)
     }
 }
 
-// HAS_ROPE: stores it where it was, in the order of load_columns: of 16 columns the even ones, then the odd ones.
+// HAS_ROPE: stores them back to their place, in the order that load_columns wants: of each 16 columns the even ones,
+// then the odd ones.
 __device__ __forceinline__ void store_rope(uint32_t row, int t, const uint32_t (&words)[8]) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
@@ -56,10 +58,10 @@ __device__ __forceinline__ bool has_zero_scale(uint32_t row, int t) {
     return __uint_as_float(load_shared_4(row + SCALES_AT + 4 * t)) == 0.0f;
 }
 
-// Rare: chunk t of each of a thread's two rows becomes zeros in the ring if its scale is 0: what is stored there counts as
-// 0, NaN too. `marks`: of the rows' stage. Rows that are not valid are zeros. All lanes of the warp call.
+// Rare. Sets chunk t of each of the thread's two rows to zeros in the ring if its scale is 0: what stands there counts
+// as 0, even NaN. `marks`: of the rows' stage; rows that are not valid are zeros already. All lanes of the warp call.
 __device__ __forceinline__ void clear_under_zeros(uint32_t row, const Role& r, uint32_t marks) {
-    __syncwarp();  // other lanes have read the row's first bytes, which they read again behind this
+    __syncwarp();  // other lanes have loaded bytes of the row; they load them again after this function
 #pragma unroll 1
     for (int i = 0; i < 2; ++i, row += 8 * STRIDE) {
         const bool valid = marks >> valid_bit(r.g + 8 * i) & 1;
@@ -70,7 +72,8 @@ __device__ __forceinline__ void clear_under_zeros(uint32_t row, const Role& r, u
     __syncwarp();
 }
 
-// UE8M0 scales: sets r of row i from its biased exponent, NaN where that is 255, and returns it as it can be inverted.
+// Sets r of row i, a power of two, from its biased exponent; NaN where that is 255. Returns the exponent, limited so
+// that r has an inverse.
 __device__ __forceinline__ int set_exponent(RowScales& scales, int i, int exponent, float logit_scale) {
     const bool nan = exponent == 255;
     exponent = min(max(exponent, LEAST_EXPONENT), 253);
@@ -79,7 +82,7 @@ __device__ __forceinline__ int set_exponent(RowScales& scales, int i, int expone
     return exponent;
 }
 
-// The largest biased exponent of a row's RoPE, of which each lane of a quad has a part.
+// The largest biased exponent of a row's RoPE. Each lane of a quad passes its part of the row.
 __device__ __forceinline__ int largest_exponent(const uint32_t (&rope)[8]) {
     uint32_t top = 0;
 #pragma unroll
@@ -90,7 +93,7 @@ __device__ __forceinline__ int largest_exponent(const uint32_t (&rope)[8]) {
 }
 constexpr int ROPE_HEADROOM = 14;  // RoPE / r stays below 2^15
 
-// RoPE of a row becomes f16 divided by r, whose biased exponent this is, in `rope` and in the ring.
+// Turns a row's RoPE into f16, divided by r, in `rope` and in the ring. `exponent`: the biased exponent of r.
 __device__ __forceinline__ void divide_rope(uint32_t row, int t, int exponent, uint32_t (&rope)[8]) {
     const uint32_t inverse = power_of_two_bf16x2(254 - exponent);
 #pragma unroll
@@ -98,14 +101,14 @@ __device__ __forceinline__ void divide_rope(uint32_t row, int t, int exponent, u
     store_rope(row, t, rope);
 }
 
-// Both rows' halves of f16 pairs, as pairs of their own.
-__device__ __forceinline__ void part_rows(uint32_t both, uint32_t (&ratio)[2]) {
+// Of a word with an f16 of each row, makes a pair of equal f16 for each row.
+__device__ __forceinline__ void broadcast_rows(uint32_t both, uint32_t (&ratio)[2]) {
     ratio[0] = __byte_perm(both, 0, 0x1010);
     ratio[1] = __byte_perm(both, 0, 0x3232);
 }
 
-// V4_FP8: the scales of both rows, seven of 64 columns each. `ratio`: of columns 128 c + 32 t .. + 31, pairs of f16;
-// `own`: of chunks t and t + 4. RoPE becomes f16 divided by r, in `rope` and in the ring.
+// V4_FP8: the scales of both rows, seven of 64 columns each. `ratio`: of columns 128 c + 32 t .. + 31, as pairs of
+// f16. `own`: of chunks t and t + 4. RoPE becomes f16 divided by r, in `rope` and in the ring.
 __device__ __forceinline__ RowScales load_scales_of_64(uint32_t row, int t, float logit_scale, uint32_t (*ratio)[2],
                                                        float (&own)[2][2], uint32_t (&rope)[2][8]) {
     RowScales result;
@@ -133,13 +136,14 @@ __device__ __forceinline__ RowScales load_scales_of_64(uint32_t row, int t, floa
     return result;
 }
 
-// V41_FP8: the scales of both rows, sixteen of 32 columns each. A thread's own four, t, t + 4 ..., are those of its
-// columns 128 c + 32 t .. + 31, which become pairs of f16 in `ratio`; FP4_EXTRA: twice in the result, for each column
-// block, and not in `ratio`. Both rows' are computed at once, as bfloat16: a scale's byte is the exponent of one.
+// V41_FP8: the scales of both rows, sixteen of 32 columns each. A thread computes four of them, t, t + 4, ..., which
+// belong to its columns 128 c + 32 t .. + 31, and returns them as pairs of f16 in `ratio`. FP4_EXTRA: they go into the
+// result instead, twice, once for each column block. Both rows are computed at once, as bfloat16: a scale's byte is
+// the exponent of one.
 __device__ __forceinline__ RowScales load_scales_of_32(uint32_t row, int t, float logit_scale, uint32_t (*ratio)[2]) {
     const Vec16 x = load_shared_16(row + SCALES_AT), y = load_shared_16(row + 8 * STRIDE + SCALES_AT);
     const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
-    const uint32_t bytes = t + 256 * (4 + t);  // byte t of both
+    const uint32_t bytes = t + 256 * (4 + t);  // selects byte t of both rows
     uint32_t scales[4], top = 0;
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -155,16 +159,16 @@ __device__ __forceinline__ RowScales load_scales_of_32(uint32_t row, int t, floa
 #pragma unroll
     for (int k = 0; k < RATIO_WORDS; ++k) {
         result.ratio[k] = bf16x2_to_f16x2(multiply_bf16x2(scales[4 * k / RATIO_WORDS], inverse));
-        if (!EXPAND) part_rows(result.ratio[k], ratio[k]);
+        if (!EXPAND) broadcast_rows(result.ratio[k], ratio[k]);
     }
     return result;
 }
 
-// FP4 rows: of the e4m3 scales of both rows those that the thread's bytes of a row are under, as f16, which is exact.
-// These are of columns 128 n + 32 t + 16 odd .. + 15; of a column block that is alone, 64 block + 16 t .. + 15.
+// FP4 rows: the e4m3 scales of both rows, of the chunks that hold the thread's bytes, as f16, which is exact. These
+// chunks are columns 128 n + 32 t + 16 odd .. + 15, or 64 block + 16 t .. + 15 of a column block that is alone.
 __device__ __forceinline__ void load_scales_of_16(uint32_t row, int t, uint32_t (&own)[RATIO_WORDS]) {
     const uint32_t at = row + SCALES_AT, at_8 = at + 8 * STRIDE;
-    if constexpr (SCALES_IN_FOURS) {  // number s stands at 8 (s % 4) + s / 4: 16 (t % 2) + 8 odd + 2 n + t / 2
+    if constexpr (SCALES_IN_FOURS) {  // scale s is byte 8 (s % 4) + s / 4: 16 (t % 2) + 8 odd + 2 n + t / 2
         const Vec16 x = load_shared_16(at + t % 2 * 16), y = load_shared_16(at_8 + t % 2 * 16);
         const uint32_t bytes = 0x6240 + t / 2 * 0x1111;
         e4m3x4_to_f16x2(__byte_perm(x.x, y.x, bytes), own[0], own[2]);
@@ -192,19 +196,20 @@ __device__ __forceinline__ void multiply_scales(uint32_t (&own)[RATIO_WORDS], fl
     for (int k = 0; k < RATIO_WORDS; ++k) own[k] = multiply_f16x2(own[k], factors);
 }
 
-// What the scales of expanded codes are multiplied by.
-constexpr float OF_CODES = E5M2 ? E2M1_IN_E5M2 / (1 << FP4_EXPONENT) : E2M1_IN_E4M3;
+// What scales are multiplied by, because expanded bytes are a fraction of the codes' values.
+constexpr float CODE_FACTOR = E5M2 ? E2M1_IN_E5M2 / (1 << FP4_EXPONENT) : E2M1_IN_E4M3;
 
 // FP4 rows without RoPE in bfloat16: r is 1.
 __device__ __forceinline__ RowScales scales_of_fp4(uint32_t row, int t, float logit_scale) {
     const float logit = scale_logits(logit_scale, 1 << FP4_EXPONENT);
     RowScales result = {{1.0f, 1.0f}, {logit, logit}, {}};
     load_scales_of_16(row, t, result.ratio);
-    multiply_scales(result.ratio, OF_CODES, OF_CODES);
+    multiply_scales(result.ratio, CODE_FACTOR, CODE_FACTOR);
     return result;
 }
 
-// V4_NVFP4: RoPE becomes f16 divided by r, in `rope` and in the ring. So that it stays below 2^15, r may be above 1.
+// V4_NVFP4: RoPE becomes f16 divided by r, in `rope` and in the ring. r is above 1 where RoPE would not stay below
+// 2^15.
 __device__ __forceinline__ RowScales scales_of_fp4_and_rope(uint32_t row, int t, float logit_scale,
                                                             uint32_t (&rope)[2][8]) {
     RowScales result;
@@ -217,6 +222,6 @@ __device__ __forceinline__ RowScales scales_of_fp4_and_rope(uint32_t row, int t,
         divide_rope(row + i * 8 * STRIDE, t, exponent, rope[i]);
         inverse[i] = inverse_power_of_two(exponent);
     }
-    multiply_scales(result.ratio, OF_CODES * inverse[0], OF_CODES * inverse[1]);
+    multiply_scales(result.ratio, CODE_FACTOR * inverse[0], CODE_FACTOR * inverse[1]);
     return result;
 }

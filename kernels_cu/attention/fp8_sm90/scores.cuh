@@ -1,14 +1,14 @@
-// Of fp8_sm90: S^T = K . Q^T.
+// Part of fp8_sm90: S^T = K . Q^T.
 #pragma once
 #include "attention/fp8_sm90/scales.cuh"
 #include "ptx/wgmma.cuh"
 
-// 16 e4m3 of each of a thread's two rows: four steps of k.
+// 16 bytes of each of a thread's two rows: the A operands of four steps of k.
 struct Bytes {
     Vec16 x, y;
 };
 
-// Widens them to A operands. SCALED: times the f16 pairs `ratio`; E5M2: they are e5m2.
+// Widens bytes to A operands. SCALED: times `ratio`, pairs of f16. E5M2: the bytes are e5m2.
 template <bool SCALED = FINE_SCALES>
 __device__ __forceinline__ void widen_bytes(const Bytes& bytes, const uint32_t (&ratio)[2], uint32_t (&a)[4][4]) {
     const Vec16 &x = bytes.x, &y = bytes.y;
@@ -35,14 +35,14 @@ __device__ __forceinline__ uint64_t q_operand() {
     return wgmma_operand(opaque(shared_address(shared) + Q_AT), 1024, 16);
 }
 
-// Starts four steps of k against column block `block` of Q. SUM: whether the first of them sets S or adds.
+// Starts four steps of k with column block `block` of Q. SUM: whether the first step sets S or adds to it.
 template <Values VALUES, Sum SUM>
 __device__ __forceinline__ void start_qk(uint64_t q, int block, const uint32_t (&a)[4][4], float (&s)[HEADS / 2]) {
     wgmma_fence();
-    wgmma<VALUES, SUM, Major::K>(s, a[0], wgmma_further(q, block * LINES_BYTES));
+    wgmma<VALUES, SUM, Major::K>(s, a[0], wgmma_further(q, block * HEADS_BLOCK_BYTES));
 #pragma unroll
     for (int i = 1; i < 4; ++i)
-        wgmma<VALUES, Sum::ADD, Major::K>(s, a[i], wgmma_further(q, block * LINES_BYTES + 32 * i));
+        wgmma<VALUES, Sum::ADD, Major::K>(s, a[i], wgmma_further(q, block * HEADS_BLOCK_BYTES + 32 * i));
     wgmma_commit();
 }
 
@@ -51,7 +51,7 @@ __device__ __forceinline__ void scale_rows(float (&s)[HEADS / 2], float x, float
     for (int i = 0; i < HEADS / 2; ++i) s[i] *= i % 4 < 2 ? x : y;
 }
 
-// RoPE of two rows as A operands.
+// Arranges RoPE of two rows as A operands.
 __device__ __forceinline__ void arrange_rope(const uint32_t (&rope)[2][8], uint32_t (&a)[4][4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void arrange_rope(const uint32_t (&rope)[2][8], uint3
     }
 }
 
-// The number in a row of a thread's chunk of 16 bytes in NoPE column block `block`.
+// The index in its row of this thread's 16 bytes of NoPE column block `block`.
 __device__ __forceinline__ int chunk_of_block(int t, int block) {
     return !are_alone(block / 2) ? 8 * (block / 2) + 2 * t + block % 2 : 4 * block + t;
 }
@@ -69,7 +69,7 @@ __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
     return {load_shared_16(at), load_shared_16(at + 8 * STRIDE)};
 }
 
-// FP4 rows: the codes of those bytes.
+// FP4 rows: the codes of the same values.
 struct Codes {
     Vec8 x, y;
 };
@@ -78,7 +78,7 @@ __device__ __forceinline__ Codes load_codes(uint32_t row, int t, int block) {
     return {load_shared_8(at), load_shared_8(at + 8 * STRIDE)};
 }
 
-// Eight codes as bytes. E5M2: the upper bytes of f16.
+// Eight codes as bytes: e4m3, or with E5M2 the upper bytes of f16.
 __device__ __forceinline__ Vec8 expand_codes(uint32_t codes) {
     return E5M2 ? e2m1_to_e5m2_8(codes) : e2m1_to_e4m3_8(codes);
 }
@@ -91,19 +91,20 @@ __device__ __forceinline__ Bytes expand_block(const Codes& codes) {
     return {expand(codes.x), expand(codes.y)};
 }
 
-// To the ring, where multiply_pv reads them. There they are written over codes, but none that a lane is still to load: codes
-// of the next column block have been loaded, and each two column blocks end before the codes of those behind begin.
+// Stores expanded bytes to the ring, from where multiply_pv reads them. They overwrite codes, but never codes that a
+// lane is still to load: those of the next column block have been loaded, and the bytes of two column blocks end
+// before the codes of later blocks begin.
 __device__ __forceinline__ void store_block(uint32_t row, int t, int block, const Bytes& bytes) {
-    static_assert(!EXPAND || 64 * (D_NOPE / 128) <= CODES_AT, "so they do");
+    static_assert(!EXPAND || 64 * (D_NOPE / 128) <= CODES_AT, "bytes end before the codes of later blocks");
     __syncwarp();
     const uint32_t at = row + 16 * chunk_of_block(t, block);
     store_shared_16(at, bytes.x);
     store_shared_16(at + 8 * STRIDE, bytes.y);
 }
 
-// Below, bytes are loaded and widened for the column block after next while wgmma works.
+// In the functions below, bytes of later column blocks are loaded and widened while wgmma multiplies.
 
-// Float32 scales: S^T goes from one chunk's scale to the next one's.
+// Float32 scales: between chunks S^T is multiplied by the quotient of this chunk's scale and the next one's.
 __device__ __forceinline__ RowScales multiply_qk_float_scales(const Role& r, uint32_t row, uint32_t stage,
                                                               float logit_scale, float (&s)[HEADS / 2]) {
     static_assert(!FLOAT_SCALES || (CHUNKS == 4 && SCALE_TILE == 128), "two column blocks a scale");
@@ -131,7 +132,7 @@ __device__ __forceinline__ RowScales multiply_qk_float_scales(const Role& r, uin
         widen_bytes(bytes, none, a[1]);
         if (c < 3) bytes = load_block(row, t, 2 * c + 2);
         start_qk<Values::F16, Sum::ADD>(q, 2 * c + 1, a[1], s);
-        if (c == 3 && !HAS_ROPE) break;  // the last scale becomes a part of `logit`
+        if (c == 3 && !HAS_ROPE) break;  // the last scale becomes a factor in `logit`
         wgmma_wait<1>();
         if (c < 3) {
             widen_bytes(bytes, none, a[0]);
@@ -164,18 +165,18 @@ __device__ __forceinline__ RowScales multiply_qk_float_scales(const Role& r, uin
     return result;
 }
 
-// Scales of 64 columns or less: K is multiplied by scale / r where it is widened. `of_extra`: the rows are the extra
-// cache's, where that counts (FP4_EXTRA).
+// Scales of at most 64 columns: K is multiplied by scale / r when it is widened. `of_extra`: FP4_EXTRA, the rows are
+// the extra cache's.
 __device__ __forceinline__ RowScales multiply_qk_fine_scales(uint32_t row, int t, bool of_extra, float logit_scale,
                                                              float (&s)[HEADS / 2]) {
     static_assert(!E8M0_SCALES || SCALE_TILE == (HAS_ROPE ? 64 : 32), "V4_FP8 or V41_FP8");
-    constexpr int SCALE_BLOCKS = CHUNK_COLUMNS == 16 ? 1 : 2;  // column blocks of which a thread has one scale
+    constexpr int SCALE_BLOCKS = CHUNK_COLUMNS == 16 ? 1 : 2;  // column blocks in which a thread needs one scale
     constexpr int BLOCKS = NOPE_BLOCKS + ROPE_CODED;
     const uint64_t q = q_operand();
     const bool has_codes = FP4 || of_extra;
     uint32_t ratio[ceil_div(NOPE_BLOCKS, SCALE_BLOCKS)][2], a[2][4][4];
     Bytes bytes;
-    Codes codes;  // if it has them; RoPE has none
+    Codes codes;  // instead of `bytes` where has_codes; not of RoPE
     auto load = [&](int block) {
         if (!has_codes || block >= NOPE_BLOCKS) {
             bytes = load_block(row, t, block);
@@ -185,7 +186,7 @@ __device__ __forceinline__ RowScales multiply_qk_fine_scales(uint32_t row, int t
     };
     load(0);
     RowScales result;
-    float own[2][2];  // V4_FP8: they become `ratio` of the result behind the products, as registers allow
+    float own[2][2];  // V4_FP8: go to result.ratio only after the products, to save registers
     if constexpr (HAS_ROPE) {
         uint32_t rope[2][8];
         if constexpr (FP4) {
@@ -202,7 +203,7 @@ __device__ __forceinline__ RowScales multiply_qk_fine_scales(uint32_t row, int t
     }
     if constexpr (EXPAND) {
 #pragma unroll
-        for (int k = 0; k < RATIO_WORDS; ++k) part_rows(result.ratio[k], ratio[k]);
+        for (int k = 0; k < RATIO_WORDS; ++k) broadcast_rows(result.ratio[k], ratio[k]);
     }
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
@@ -231,7 +232,7 @@ __device__ __forceinline__ RowScales multiply_qk_fine_scales(uint32_t row, int t
     return result;
 }
 
-// PLAIN_FP8: the call's scale is part of `logit_scale`.
+// PLAIN_FP8: the call's scale is a factor in `logit_scale`.
 __device__ __forceinline__ void multiply_qk_plain(uint32_t row, int t, float (&s)[HEADS / 2]) {
     const uint32_t none[2] = {0, 0};
     const uint64_t q = q_operand();
@@ -250,8 +251,8 @@ __device__ __forceinline__ void multiply_qk_plain(uint32_t row, int t, float (&s
     wgmma_wait<0>();
 }
 
-// S^T of the tile whose first stage is `stage`, which has come: each warp its 16 rows. What a line does not see will get
-// a P of 0. `stages`: of the split, before the tile.
+// S^T of the tile whose first stage is `stage`, which has arrived. Each warp multiplies its 16 rows. S^T is masked
+// where a line does not see a row. `stages`: the split's stages before the tile.
 __device__ __forceinline__ RowScales multiply_qk(const AttentionParams& p, const Role& r, uint32_t stage,
                                                  uint32_t stages, float logit_scale, float (&s)[HEADS / 2]) {
     stage += r.warp;
@@ -260,13 +261,13 @@ __device__ __forceinline__ RowScales multiply_qk(const AttentionParams& p, const
     if constexpr (FLOAT_SCALES) {
         scales = multiply_qk_float_scales(r, row, stage, logit_scale, s);
     } else if constexpr (FINE_SCALES) {
-        const bool of_extra = FP4_EXTRA && small().marks[place_of(stage)] & OF_EXTRA;
+        const bool of_extra = FP4_EXTRA && small().marks[place_of(stage)] & EXTRA_TILE;
         scales = multiply_qk_fine_scales(row, r.t, of_extra, logit_scale, s);
     } else {
         multiply_qk_plain(row, r.t, s);
         scales = {{1.0f, 1.0f}, {logit_scale, logit_scale}, {}};
     }
     const uint32_t marks = small().marks[place_of(stage)];
-    if (!all_seen(marks)) mask_rows(p, r, stages, marks, logit_scale < 0.0f ? INF : -INF, s);
+    if (!all_rows_visible(marks)) mask_rows(p, r, stages, marks, logit_scale < 0.0f ? INF : -INF, s);
     return scales;
 }

@@ -1,11 +1,13 @@
-// Of fp8_sm90: the softmax of a tile: P^T, the references, and the ratios for the values.
+// Part of fp8_sm90: the softmax of a tile. S^T becomes P^T; references rise where needed; scale / r is stored for the
+// values.
 #pragma once
 #include "attention/fp8_sm90/scores.cuh"
 #include "ptx/matrix.cuh"
 
-// Of 2 HALF values each half of the lanes, chosen by a bit of g, keeps HALF, combined from both halves.
+// One step of a butterfly reduction over lanes `distance` apart: of 2 HALF values each lane keeps HALF, combined with
+// the other lane's.
 template <int HALF, typename Combine>
-__device__ __forceinline__ void share_values(float (&v)[OWN_HEADS], bool high, int distance, Combine combine) {
+__device__ __forceinline__ void exchange_halves(float (&v)[OWN_HEADS], bool high, int distance, Combine combine) {
 #pragma unroll
     for (int c = 0; c < HALF; ++c) {
         const float first = v[c], second = v[c + HALF];
@@ -13,13 +15,13 @@ __device__ __forceinline__ void share_values(float (&v)[OWN_HEADS], bool high, i
     }
 }
 
-// Combines values of lanes with the same t until a thread has SUMS of them, of heads sum_head(r, 0), sum_head(r, 1) ...
+// Combines the values of lanes with the same t, until each thread has SUMS of them: those of heads sum_head(r, 0), ...
 template <typename Combine>
 __device__ __forceinline__ void combine_lanes(const Role& r, float (&v)[OWN_HEADS], Combine combine) {
     if constexpr (SUMS < OWN_HEADS) {
-        share_values<OWN_HEADS / 2>(v, r.g & 4, 16, combine);
-        share_values<OWN_HEADS / 4>(v, r.g & 2, 8, combine);
-        share_values<OWN_HEADS / 8>(v, r.g & 1, 4, combine);
+        exchange_halves<OWN_HEADS / 2>(v, r.g & 4, 16, combine);
+        exchange_halves<OWN_HEADS / 4>(v, r.g & 2, 8, combine);
+        exchange_halves<OWN_HEADS / 8>(v, r.g & 1, 4, combine);
     }
 }
 __device__ __forceinline__ void add_lanes(const Role& r, float (&v)[OWN_HEADS]) {
@@ -29,15 +31,22 @@ __device__ __forceinline__ int sum_head(const Role& r, int c) {
     return SUMS == OWN_HEADS ? r.head(c) : 2 * r.lane + c;
 }
 
-// References rise to the tile's largest logit + log2 r. O^T and sums so far are to be multiplied by `factor`. Rare.
-__device__ __forceinline__ void raise_references(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
-    Small& sm = small();
-    const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact
-    float tops[OWN_HEADS];
+// The largest logit + log2 r of a thread's two rows, for each of its heads.
+__device__ __forceinline__ void find_tops(const RowScales& scales, const float (&s)[HEADS / 2],
+                                          float (&tops)[OWN_HEADS]) {
+    const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact: r is a power of two
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c)
         tops[c] =
             fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0], s[element(1, c)] * scales.logit[1] + log2_r[1]);
+}
+
+// Rare: raises references to the tile's largest logit + log2 r, minus HEADROOM. O^T and the sums so far must then be
+// multiplied by `factor`.
+__device__ __forceinline__ void raise_references(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
+    Small& sm = small();
+    float tops[OWN_HEADS];
+    find_tops(scales, s, tops);
     combine_lanes(r, tops, [](float x, float y) { return fmaxf(x, y); });
 #pragma unroll
     for (int c = 0; c < SUMS; ++c) {
@@ -58,10 +67,10 @@ __device__ __forceinline__ void raise_references(const Role& r, const RowScales&
     sync_warpgroup(r);
 }
 
-// Stores a row's ratios, each quad those of its row, where load_columns reads them: those of a thread's four of 16
-// rows stand side by side. `to`: those of the warpgroup's tile.
+// Stores scale / r of a tile's rows to `to` for load_columns, which wants the four rows of a thread side by side. Each
+// quad stores the ratios of its rows.
 __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& scales, uint16_t (*to)[TILE_ROWS]) {
-    const int place = 16 * r.warp + r.g / 2 * 4 + r.g % 2;  // of row g; that of row g + 8 is two further
+    const int place = 16 * r.warp + r.g / 2 * 4 + r.g % 2;  // of row g; row g + 8 is two places further
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -72,7 +81,8 @@ __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& sca
     }
 }
 
-// P^T = r 2^(logit - ref) of row g + 8 i and heads 2 j and 2 j + 1 of a thread, rounded. `sums` gets the sums of P^T / r.
+// P^T = r 2^(logit - ref) of row g + 8 i and the thread's heads 2 j and 2 j + 1, as a pair of f16. Adds P^T / r to
+// `sums`.
 __device__ __forceinline__ uint32_t round_p(const RowScales& scales, const float (&s)[HEADS / 2], const float2& ref,
                                             int j, int i, float (&sums)[OWN_HEADS]) {
     const float x = exp2_approx(fmaf(s[4 * j + 2 * i], scales.logit[i], -ref.x));
@@ -82,14 +92,14 @@ __device__ __forceinline__ uint32_t round_p(const RowScales& scales, const float
     return pack_f16x2(x * scales.r[i], y * scales.r[i]);
 }
 
-// P^T = r 2^(logit - ref) to shared memory, rounded. `sums` gets the sums of P^T / r. Returns true if a value is above
-// MAX_P.
+// Stores P^T to shared memory as f16. `sums` gets the sums of P^T / r over this thread's rows. Returns true if a value
+// is above MAX_P.
 __device__ __forceinline__ bool store_p(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2],
                                         float (&sums)[OWN_HEADS]) {
-    // Line = head, chunk = eight rows.
+    // In P a line is a head, a chunk is eight rows.
     const int line = r.lane % 8 + r.lane / 16 * 8, chunk = 2 * r.warp + r.lane / 8 % 2;
-    const uint32_t to = swizzled(shared_address(shared) + P_AT + r.warpgroup * LINES_BYTES, line, chunk);
-    float2 refs[HEADS / 8];  // loaded all at once, or each would wait behind the stores before it
+    const uint32_t to = swizzled(shared_address(shared) + P_AT + r.warpgroup * HEADS_BLOCK_BYTES, line, chunk);
+    float2 refs[HEADS / 8];  // all loaded first, or each load would wait for the stores before it
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) refs[j] = *reinterpret_cast<const float2*>(&small().ref[r.head(2 * j)]);
     uint32_t top = 0, rounded[2][2];
@@ -107,9 +117,9 @@ __device__ __forceinline__ bool store_p(const Role& r, const RowScales& scales, 
     return larger_half(top) > MAX_P;
 }
 
-// S^T of one of this warpgroup's tiles becomes P^T and is published. `sums` gets what this thread's rows add to
-// denominators. P^T is computed with the references as they are; before the `first` tile of a split there are none. In
-// the rare case that they are too low, they rise, P^T is computed again, and the function returns true.
+// S^T of this warpgroup's tile becomes P^T, which is published. `sums` gets what this thread's rows add to the
+// denominators. P^T is computed with the references as they are; only before the `first` tile of a split they are set.
+// Rarely a P^T is too large. Then references rise, P^T is computed again, and the function returns true.
 __device__ __forceinline__ bool softmax_tile(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2],
                                              float (&sums)[OWN_HEADS], bool first) {
     if (!PLAIN) store_ratios(r, scales, small().ratio[r.warpgroup]);

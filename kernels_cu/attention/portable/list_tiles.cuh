@@ -1,45 +1,46 @@
-// Of portable: the tiles of a query's index lists. Those in which no entry is valid are passed over.
+// Part of portable: the tiles of a query's index lists. Tiles without a valid entry are skipped.
 //
 //   tile of the split    0  1  2  3  4  5  6  7
-//   has a valid entry    x  x  -  -  x  -  x  -      tiles 0, 1, 4, 6 are marked and become tiles 0 .. 3 of the loops
+//   has a valid entry    x  x  -  -  x  -  x  -      tiles 0, 1, 4, 6 are marked; the loops count them as 0 .. 3
 //
-// While the first rows of a split come, score warps scan all its entries and mark the tiles that have a valid one. The
-// loops know nothing of it: only where output warps ask for list entries, once in LOOKUP_TILES tiles, they look up
-// which tiles come. Only the first MARKED_TILES of a split have a mark, for more do not fit; those behind are worked
-// on up to the last that has a valid entry.
+// While the first rows of a split are copied, the score warps scan all its entries and mark the tiles with a valid
+// one. The main loops do not see this: they count marked tiles only. Output warps find out which tile that is when
+// they load list entries, once in LOOKUP_TILES tiles. Only the first MARKED_TILES tiles of a split have a mark, since
+// more do not fit. Later tiles are worked on up to the last one with a valid entry.
 //
-// The rows that come meanwhile are those of the split's first COPIED_BEFORE tiles. If there is one among them that is
-// passed over, and marked ones behind it, the split begins anew: all warps leave it and take it again, and now the
-// first marked tiles are brought. What has come in vain stays in its stages, which count as used.
+// The copies that start before the scan ends are those of the split's first COPIED_BEFORE tiles. If one of these is to
+// be skipped, and a marked tile follows, the split is restarted: all warps leave it and take it again, and now the
+// first marked tiles are copied. The tiles that were copied in vain stay in their stages, which count as used.
 #pragma once
 #include "attention/portable/splits.cuh"
 #include "ptx/mbarrier.cuh"
 
 using Params = AttentionParams;
 
-// The query token and the head of a work item's line: of a query's heads.
+// The query token and the head of a work item's line, which is a head of its query.
 __device__ __forceinline__ const Query& query_at(const AttentionParams&, const Query& query, int) { return query; }
 __device__ __forceinline__ const int& head_at(const AttentionParams&, const int& line) { return line; }
 
-// Of a logit: every head sees every row that is valid.
+// Every head sees every valid row, so there is nothing to mask.
 template <typename Scores>
 __device__ __forceinline__ void mask_unseen(const AttentionParams&, int, Scores&) {}
 
 // --- marks --------------------------------------------------------------------------------------------------------
 
-// The marks of 32 tiles of a split, those of word `lane`.
+// Word `lane` of a split's marks, 32 tiles.
 __device__ __forceinline__ uint32_t marks_of(const Split& w, int lane) {
     return 32 * lane < w.end - w.begin ? reinterpret_cast<const uint32_t*>(small().marks)[lane] : 0;
 }
 
-// How many of a split's first `end` tiles are marked, or are behind those that have a mark. A warp calls.
+// How many of a split's first `end` tiles are worked on: those that are marked, and all that have no mark. A warp
+// calls.
 __device__ __forceinline__ int count_marked(const Split& w, int end) {
     const int lane = Role::here().lane, left = end - 32 * lane;
     const uint32_t marks = left <= 0 ? 0 : left < 32 ? marks_of(w, lane) & ((1u << left) - 1) : marks_of(w, lane);
     return __reduce_add_sync(~0u, __popc(marks)) + max(end - MARKED_TILES, 0);
 }
 
-// Which tile of a split its marked tile number `n` is; one behind the split if there are not so many. A warp calls.
+// The split's tile that is its marked tile number `n`; a tile behind the split if it has fewer. A warp calls.
 __device__ __forceinline__ int find_marked(const Split& w, int n) {
     const int lane = Role::here().lane;
     const uint32_t marks = marks_of(w, lane);
@@ -62,7 +63,8 @@ __device__ __forceinline__ int find_marked(const Split& w, int n) {
 
 // --- rows of tiles, for output warps ------------------------------------------------------------------------------
 
-// A lane's list entry, of a row of tiles `first` .. of the split; -1 where there is none. `skips`: of the marked ones.
+// Loads a lane's list entry, of a row in one of tiles `first` .. of the split; -1 where there is none. `skips`: tiles
+// are counted among the marked ones.
 __device__ __forceinline__ int32_t load_entries(const AttentionParams& p, const WorkItem& w, int first, bool skips) {
     const Role r = Role::here();
     const int n = first + r.lookup_tile();
@@ -85,8 +87,7 @@ __device__ __forceinline__ FoundRow row_of_entry(const AttentionParams& p, const
 #endif
 }
 
-// The row that a lane looks up, of which load_entries gave the entry; and a tile of the query's lists that stands for
-// its own: one of the same list.
+// The row that a lane looks up by its entry from load_entries. `tile` is a tile of the same list as the row's own.
 struct LookedUp {
     int tile;
     FoundRow row;
@@ -101,12 +102,13 @@ struct LookedUp {
 
 using Entries = int32_t[SCANNED];
 
-// Where a lane's entries of tiles `first` .. of a split begin, as if the lists were one, of whole tiles.
+// The index of a lane's first entry in tiles `first` .. of a split, as if both lists were one and filled up to whole
+// tiles.
 __device__ __forceinline__ int first_scanned(const WorkItem& w, int first) {
     return (w.begin + first) * TILE_ROWS + Role::here().lane;
 }
 
-// Ask for the entries of tiles `first` .. of a split; -1 where there are none.
+// Loads the entries of tiles `first` .. of a split; -1 where there are none.
 __device__ __forceinline__ void load_scanned(const AttentionParams& p, const WorkItem& w, int first,
                                              Entries& entries) {
 #pragma unroll
@@ -128,7 +130,7 @@ __device__ __forceinline__ void load_scanned(const AttentionParams& p, const Wor
     }
 }
 
-// Which of the tiles `first` .. have a valid entry, a bit each. `entries`: what load_scanned gave. A warp calls.
+// Which of the tiles `first` .. have a valid entry, a bit each. `entries`: from load_scanned. A warp calls.
 __device__ __forceinline__ uint32_t find_valid(const AttentionParams& p, const WorkItem& w, int first,
                                                const Entries& entries) {
     const int main_left = w.main_tiles * TILE_ROWS - first_scanned(w, first);
@@ -148,14 +150,14 @@ __device__ __forceinline__ uint32_t scan_tiles(const AttentionParams& p, const W
     return find_valid(p, w, first, entries);
 }
 
-// Mark tiles `first` .. of the split. Returns how many tiles there are up to the last marked one. A warp calls.
+// Marks tiles `first` .. of the split. Returns the number of tiles up to the last marked one. A warp calls.
 __device__ __forceinline__ int mark_tiles(int first, uint32_t marks) {
     const int lane = Role::here().lane;
     if (first < MARKED_TILES && lane < SCANNED_TILES / 8) small().marks[first / 8 + lane] = marks >> 8 * lane;
     return marks == 0 ? 0 : first + 32 - __clz(marks);
 }
 
-// Wait for the first tiles that a split's begin brings to the stages.
+// Waits for the tiles whose copies started at the split's begin.
 __device__ __forceinline__ void wait_for_first_tiles(int count) {
     int stage = small().stage, phase = small().phase;
 #pragma unroll 1
@@ -165,11 +167,11 @@ __device__ __forceinline__ void wait_for_first_tiles(int count) {
     }
 }
 
-// Find which tiles of this split are worked on, and return how many; -1 if the split begins anew. `valid`: what
-// scan_tiles gave for this warp's first tiles. Score warps call.
+// Finds which tiles of this split are worked on, and returns their number; -1 if the split is restarted. `valid`: the
+// result of scan_tiles for this warp's first tiles. Score warps call.
 //
-// Tiles that have come in vain are waited for here, where the split begins anew, and where fewer tiles are worked on
-// than come: once TILES_KNOWN is passed, the next ones may come to their stages.
+// Tiles that were copied in vain are waited for here: if the split is restarted, or if fewer tiles are worked on than
+// were copied. Once TILES_KNOWN is passed, new copies to their stages may start.
 __device__ __forceinline__ int find_tiles(const AttentionParams& p, uint32_t valid) {
     constexpr int ROUND = SCORE_WARPS * SCANNED_TILES;
     static_assert(MARKED_TILES % ROUND == 0 && ROUND % 32 == 0, "");

@@ -1,4 +1,4 @@
-// Of portable: a split in the score warps and in the output warps, and all that a CTA does.
+// Part of portable: a split in the score warps and in the output warps, and the kernel's main function.
 #pragma once
 #include "attention/portable/results.cuh"
 #include "attention/portable/widen.cuh"
@@ -6,22 +6,23 @@
 
 // --- score warps --------------------------------------------------------------------------------------------------
 
-// Load a split's Q, and scan this warp's first tiles.
+// Loads a split's Q, and scans this warp's first tiles.
 __device__ __forceinline__ uint32_t load_q_and_scan(const AttentionParams& p, const WorkItem& w, QRegisters& q) {
     const int first = Role::here().warp * SCANNED_TILES;
     load_q(p, w, q);
     return scan_tiles(p, w, first);
 }
 
-// NEXT_Q_EARLY: `q` and `valid`, what load_q_and_scan gave, are kept from a split to the next.
+// A split in a score warp. LOAD_NEXT_Q_EARLY: `q` and `valid`, the results of load_q_and_scan, are kept from a split
+// to the next.
 __device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegisters& q, uint32_t& valid) {
-    if (NEXT_EARLY && read_thread_index() == OUTPUT_THREADS && has_next(p)) find_split(p, small().turn + 1);
-    if (!NEXT_Q_EARLY || small().turn == 0) valid = load_q_and_scan(p, small().work, q);
+    if (OVERLAP_SPLITS && read_thread_index() == OUTPUT_THREADS && has_next(p)) find_split(p, small().turn + 1);
+    if (!LOAD_NEXT_Q_EARLY || small().turn == 0) valid = load_q_and_scan(p, small().work, q);
     Softmax softmax;
     softmax.store_sums();
     const int tiles = find_tiles(p, valid);
     named_barrier_arrive(TILES_KNOWN, THREADS);
-    if (tiles < 0) return;  // the split begins anew
+    if (tiles < 0) return;  // the split is restarted
     int stage = small().stage, phase = small().phase;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
@@ -29,9 +30,9 @@ __device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegist
         mbarrier_wait(shared_address(&small().tile_full[stage]), phase);
         Scores s;
         multiply_qk(stage, q, s);
-        if (PV_BEHIND_QK) named_barrier_arrive(S_DONE + buffer, THREADS);
+        if (PV_AFTER_NEXT_QK) named_barrier_arrive(S_DONE + buffer, THREADS);
         if (PART_BUFFERS == 1) named_barrier_sync(GROUP_SYNC + Role::here().group(), SCORE_THREADS / GROUPS);
-        leave_part(s, buffer);
+        store_part(s, buffer);
         named_barrier_sync(P_EMPTY + buffer, THREADS);
         Probabilities probabilities;
         add_parts(s, buffer, probabilities.s);
@@ -46,13 +47,13 @@ __device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegist
     softmax.load_sums();
     finish_heads(p, softmax);
     named_barrier_arrive(FACTORS_KNOWN, THREADS);
-    if (NEXT_Q_EARLY && has_next(p)) valid = load_q_and_scan(p, small().next, q);
+    if (LOAD_NEXT_Q_EARLY && has_next(p)) valid = load_q_and_scan(p, small().next, q);
 }
 
 // --- output warps -------------------------------------------------------------------------------------------------
 
-// Start to copy the first of a split's `tiles` tiles, which are looked up, the first one to stage `stage`. QUANTIZED:
-// copies that nobody needs may still be on their way.
+// Starts to copy the first of a split's `tiles` tiles, which are looked up. The first one goes to stage `stage`.
+// QUANTIZED: earlier copies that nobody needs may still be in flight, so they are waited for.
 __device__ __forceinline__ void start_copies(const AttentionParams& p, int tiles, int stage) {
     if constexpr (QUANTIZED) {
         cp_async_wait<0>();
@@ -68,12 +69,12 @@ __device__ __forceinline__ void start_copies(const AttentionParams& p, int tiles
     }
 }
 
-// `entries`: of the tiles that are looked up next. Kept where the split begins anew, and (NEXT_EARLY) from a split to
-// the next, whose copies are begun here.
+// A split in an output warp. `entries`: list entries of the tiles that are looked up next. They are kept if the split
+// is restarted, and with OVERLAP_SPLITS from a split to the next, whose copies start here.
 __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_t& entries) {
     const int expected = small().expected;
     int stage = small().stage;
-    if (!NEXT_EARLY || small().turn == 0 || small().restarted) {
+    if (!OVERLAP_SPLITS || small().turn == 0 || small().restarted) {
         if (!small().restarted)
             entries = look_up_and_load(p, small().work, 0, load_entries(p, small().work, 0, false), false);
         start_copies(p, expected, stage);
@@ -82,12 +83,12 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
 #pragma unroll 1
         for (int i = 0; i < min(expected, WIDENED_BEFORE); ++i) widen_tile(p, i, expected, (stage + i) % STAGES);
     }
-    named_barrier_sync(TILES_KNOWN, THREADS);  // while the first rows and Q come
+    named_barrier_sync(TILES_KNOWN, THREADS);  // the first rows and Q are on their way
     int tiles = small().tiles;
-    if (TILES_DIVERGENT) tiles += read_thread_index() / THREADS;  // 0, which ptxas does not know
+    if (HIDE_UNIFORM_LOOP) tiles += read_thread_index() / THREADS;  // 0, which ptxas does not know
     if (small().skips && !small().restarted) entries = look_up_marked(p, small().work);
     if (small().restarts) return;
-    if (PV_BEHIND_QK && tiles > 0) named_barrier_sync(S_DONE, THREADS);
+    if (PV_AFTER_NEXT_QK && tiles > 0) named_barrier_sync(S_DONE, THREADS);
     if (tiles > 0) named_barrier_arrive(P_EMPTY, THREADS);
     if (tiles > 1) named_barrier_arrive(P_EMPTY + 1, THREADS);
     Output o;
@@ -102,7 +103,7 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
             copy_tile(p, tile + COPIED_BEFORE, stage == 0 ? STAGES - 1 : stage - 1);
         rescale_output(buffer, o);
         multiply_pv(stage, buffer, o, [&] {
-            if (PV_BEHIND_QK && tile + 1 < tiles) named_barrier_sync(S_DONE + (tile + 1) % 2, THREADS);
+            if (PV_AFTER_NEXT_QK && tile + 1 < tiles) named_barrier_sync(S_DONE + (tile + 1) % 2, THREADS);
         });
         if (tile + 2 < tiles) named_barrier_arrive(P_EMPTY + buffer, THREADS);
         if constexpr (QUANTIZED) {
@@ -116,10 +117,10 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
     if constexpr (FOLDED) {
         if (tiles == 1) multiply_rounding_errors(small().stage, 0, o);
     }
-    // The next split's first rows are on their way before this one's results are written.
-    if (NEXT_EARLY && has_next(p)) entries = load_entries(p, small().next, 0, false);
+    // Copies of the next split's first rows start before this split's results are written.
+    if (OVERLAP_SPLITS && has_next(p)) entries = load_entries(p, small().next, 0, false);
     named_barrier_sync(FACTORS_KNOWN, THREADS);
-    if (NEXT_EARLY && has_next(p)) {
+    if (OVERLAP_SPLITS && has_next(p)) {
         const WorkItem& next = small().next;
         entries = look_up_and_load(p, next, 0, entries, false);
         start_copies(p, next.end - next.begin, small().next_stage);
@@ -141,13 +142,13 @@ __device__ __forceinline__ void run(const AttentionParams& p) {
         find_share(p, blockIdx.x, sm.share);
         __syncthreads();
     }
-    // What the splits have in common is in shared memory: registers are short.
+    // What all splits have in common is kept in shared memory, because registers are short.
     if (threadIdx.x == 0) {
         sm.turn = -1;
         if (SCALE_OF_CALL) sm.logit_scale = p.scale_log2 * load_call_scale(p.q_scale) * load_call_scale(p.k_scale);
         sm.next_stage = sm.next_phase = 0;
         sm.restarts = false;
-        if (NEXT_EARLY && num_turns(p) > 0) find_split(p, 0);
+        if (OVERLAP_SPLITS && num_turns(p) > 0) find_split(p, 0);
     }
     if (threadIdx.x < OUTPUT_THREADS) {
         int32_t entries;

@@ -1,6 +1,6 @@
-// Of portable: the tiles of a request, whose rows the block table names. A work item's lines are query tokens and
-// heads of the request, which share its rows. All tiles are worked on; in those that not all tokens see in full,
-// logits of lines that do not see a row become -inf.
+// Part of portable, dense attention: the tiles of a request, whose rows the block table names. A work item's lines are
+// query tokens times heads of the request, which share its rows. All tiles are worked on. In a tile that some token
+// does not see in full, logits of rows that a line does not see become -inf.
 #pragma once
 #include "attention/portable/splits.cuh"
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ int head_at(const AttentionParams& p, int line) {
     return line - token_of(p, line) * int(dense(p).heads.value);
 }
 
-// The block that holds a lane's row, of tiles `first` .. of the split; -1 where there is none.
+// Loads the block that holds a lane's row, in one of tiles `first` .. of the split; -1 where there is none.
 __device__ __forceinline__ int32_t load_entries(const AttentionParams& p, const WorkItem& w, int first, bool) {
     const Role r = Role::here();
     const int n = first + r.lookup_tile(), tile = w.begin + n, at = tile * TILE_ROWS + r.lookup_row();
@@ -23,7 +23,7 @@ __device__ __forceinline__ int32_t load_entries(const AttentionParams& p, const 
     return load_block(dense(p), w.query.b, w.first_row + at);
 }
 
-// The row that a lane looks up, of which load_entries gave the block.
+// The row that a lane looks up, by its block from load_entries.
 struct LookedUp {
     Row row;
 
@@ -36,7 +36,7 @@ struct LookedUp {
 // There is nothing to scan.
 __device__ __forceinline__ uint32_t scan_tiles(const AttentionParams&, const WorkItem&, int) { return 0; }
 
-// How many tiles of this split are worked on: all. Score warps call.
+// Finds how many tiles of this split are worked on: all. Score warps call.
 __device__ __forceinline__ int find_tiles(const AttentionParams&, uint32_t) {
     const Role r = Role::here();
     Small& sm = small();
@@ -50,7 +50,7 @@ __device__ __forceinline__ int find_tiles(const AttentionParams&, uint32_t) {
     return uniform(all);
 }
 
-// S of a score thread becomes -inf where its lines do not see a row of the split's tile `tile`.
+// Masks S of a score thread where its lines do not see a row of the split's tile `tile`.
 template <typename Scores>
 __device__ __forceinline__ void mask_unseen(const AttentionParams& params, int tile, Scores& s) {
     const DenseParams& p = dense(params);

@@ -1,10 +1,10 @@
-// Of portable: what becomes of a split. Score warps write statistics and the factors that O is multiplied with, then
-// output warps write O.
+// Part of portable: the epilogue of a split. Score warps write statistics and the factors of O; then output warps
+// write O.
 //
-//   one split an item   it is the result
-//   equal splits        a partial result for combine.cu
-//   shares              the last split of an item waits for the CTAs before, which have the earlier ones, merges their
-//                       partial results with its own, and is the result; an earlier split is a partial result
+//   one split an item   its result is the item's
+//   equal splits        each writes a partial result for combine.cu
+//   shares              the last split of an item waits for the CTAs that have the earlier ones, merges their partial
+//                       results with its own, and writes the item's result; an earlier split writes a partial result
 //                       (division/share_partials.cuh)
 #pragma once
 #include "attention/division/partials.cuh"
@@ -16,8 +16,8 @@
 
 // --- partial results of shares ------------------------------------------------------------------------------------
 
-// A CTA has two places for partial results: for what it leaves to another CTA, and for O of the split with which it
-// merges what others have left. (Merged in registers, O would spill.)
+// A CTA has two places for partial results: one for other CTAs, and one (`merged`) for O of the split with which it
+// merges other CTAs' partial results. (In registers, O would spill during the merge.)
 __device__ __forceinline__ PartialResults<4> partial_of(const AttentionParams& p, int cta, bool merged) {
     return {p.cluster_parts, 2 * cta + merged};
 }
@@ -25,12 +25,12 @@ __device__ __forceinline__ float4 statistics_of(const PartialResults<4>& partial
     return partial.statistics_of(partial.rank, head);
 }
 
-// What the sums of a partial result are multiplied with.
+// The factor of a partial result's sums.
 __device__ __forceinline__ float weight_of(float ref, float top) {
     return ref == -INF ? 0.0f : exp2_approx(ref - top);
 }
 
-// Wait for the partial results of the item's splits before this one. The score warps call.
+// Waits for the partial results of the item's earlier splits. The score warps call.
 __device__ __forceinline__ void wait_for_earlier_splits(const AttentionParams& p) {
     const Role r = Role::here();
     if (r.warp == 0) {
@@ -42,11 +42,11 @@ __device__ __forceinline__ void wait_for_earlier_splits(const AttentionParams& p
 
 // --- statistics, by score warps -----------------------------------------------------------------------------------
 
-// What becomes of the heads: statistics to memory, the factors of O to the output warps.
+// Finishes the heads: writes statistics to memory, and the factors of O for the output warps.
 __device__ __forceinline__ void finish_heads(const AttentionParams& p, const Softmax& state) {
     const Role r = Role::here();
     Small& sm = small();
-    const bool writes = r.t == 0 && (!ALL_GET_ALL || r.slice() == 0);
+    const bool writes = r.t == 0 && (!ALL_WARPS_GET_SUMS || r.slice() == 0);
     const int cta = blockIdx.x;
     if (in_shares(p) && sm.ends_item && sm.work.begin > 0) wait_for_earlier_splits(p);
     const int count = sm.partials;
@@ -98,14 +98,14 @@ __device__ __forceinline__ void finish_heads(const AttentionParams& p, const Sof
 
 // --- O, by output warps -------------------------------------------------------------------------------------------
 
-// Write a head's columns that this thread has: two of every eight.
+// Writes this thread's columns of a head: two of every eight.
 template <typename Write>
 __device__ __forceinline__ void write_columns(const float (&o)[V_TILES][4], int i, float factor, Write write) {
 #pragma unroll
     for (int v = 0; v < V_TILES; ++v) write(8 * v, o[v][2 * i] * factor, o[v][2 * i + 1] * factor);
 }
 
-// Write O of m tile m. `factor`: of its heads g and g + 8.
+// Writes O of m tile m. `factor`: of heads g and g + 8.
 __device__ __forceinline__ void write_tile(const AttentionParams& p, int m, const float (&o)[V_TILES][4],
                                            const float (&factor)[2]) {
     const Role r = Role::here();
@@ -142,7 +142,8 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Ou
     }
 }
 
-// Write O as it is. Chunk (8 m + v) * OUTPUT_THREADS + thread has what a thread has of m tile m and columns 8 v.
+// Writes O as a partial result. Chunk (8 m + v) * OUTPUT_THREADS + thread holds this thread's values of m tile m and
+// columns 8 v.
 __device__ __forceinline__ void write_partial(const PartialResults<4>& partial, const Output& o) {
     const int thread = read_thread_index();
 #pragma unroll
@@ -154,7 +155,8 @@ __device__ __forceinline__ void write_partial(const PartialResults<4>& partial, 
     }
 }
 
-// Merge the item's partial results, this CTA's last. A thread reads what it or its like have written.
+// Merges the item's partial results, this CTA's last. A thread reads what it wrote itself, or what its counterpart in
+// another CTA wrote.
 __device__ __forceinline__ void merge_partials(const AttentionParams& p) {
     const Role r = Role::here();
     const Small& sm = small();
@@ -190,7 +192,7 @@ __device__ __forceinline__ void merge_partials(const AttentionParams& p) {
     }
 }
 
-// What becomes of a split's O.
+// Writes a split's O as a result or a partial result; merges partial results if the split ends a cut item.
 __device__ __forceinline__ void finish_output(const AttentionParams& p, const Output& o) {
     if (small().ends_item && small().partials == 0) {
         write_results(p, o);

@@ -1,14 +1,14 @@
-// Of portable: how output warps look up and copy the rows of tiles.
+// Part of portable: how output warps look up and copy rows.
 //
-// An output warp brings WARP_ROWS rows of each tile. It looks up the addresses of its rows of LOOKUP_TILES tiles
-// together, a lane a row, and leaves them in shared memory. (Tile by tile, that chain of dependent instructions took
-// longer than a tile's products.) The list entries of the LOOKUP_TILES tiles behind are then on their way:
+// An output warp copies WARP_ROWS rows of each tile. It looks up the addresses of its rows of LOOKUP_TILES tiles at
+// once, a row a lane, and keeps them in shared memory. (Tile by tile, that chain of dependent instructions took longer
+// than a tile's products.) Then it starts to load the list entries of the next LOOKUP_TILES tiles:
 //
 //   entries    list or block table -> a register of each lane, LOOKUP_TILES tiles before they are used
 //   rows       entry -> address, in shared memory
 //   copies     address -> stage, COPIED_BEFORE tiles before P.V
 //
-// EXTRA_ROWS: a tile has rows of one cache. Which one is noted beside their addresses; copies and widening go by it.
+// EXTRA_ROWS: a tile has rows of one cache. `of_extra` says which one; copies and widening depend on it.
 #pragma once
 #if DENSE
 #include "attention/portable/request_tiles.cuh"
@@ -17,7 +17,7 @@
 #endif
 #include "ptx/mbarrier.cuh"
 
-// Whether an output warp's rows of tile `n` of the split are the extra cache's, of another layout.
+// Whether an output warp's rows of tile `n` of the split are the extra cache's, which has another layout.
 __device__ __forceinline__ bool is_of_extra(int warp, int n) {
 #if EXTRA_ROWS
     return small().of_extra[warp][n % VALID_TILES];
@@ -26,8 +26,8 @@ __device__ __forceinline__ bool is_of_extra(int warp, int n) {
 #endif
 }
 
-// Look up where an output warp's rows of tiles `first` .. `first` + LOOKUP_TILES - 1 of the split are, and which are
-// valid. `entry`: what load_entries gave for them.
+// Looks up the addresses of an output warp's rows of tiles `first` .. `first` + LOOKUP_TILES - 1 of the split, and
+// which are valid. `entry`: the result of load_entries for these tiles.
 __device__ __forceinline__ void look_up_rows(const AttentionParams& p, const WorkItem& w, int first, int32_t entry,
                                              bool skips) {
     const Role r = Role::here();
@@ -45,15 +45,15 @@ __device__ __forceinline__ void look_up_rows(const AttentionParams& p, const Wor
     __syncwarp();
 }
 
-// The same. Returns the entries of the tiles behind, which are on their way.
+// The same. Then starts to load the entries of the next tiles, and returns them.
 __device__ __forceinline__ int32_t look_up_and_load(const AttentionParams& p, const WorkItem& w, int first,
                                                     int32_t entry, bool skips) {
     look_up_rows(p, w, first, entry, skips);
     return load_entries(p, w, first + LOOKUP_TILES, skips);
 }
 
-// Look the first tiles of a split up again, when it is known which tiles are passed over. Returns the entries of those
-// behind.
+// Looks up the first tiles of a split again, once it is known which tiles are skipped. Returns the entries of the next
+// tiles.
 __device__ __forceinline__ int32_t look_up_marked(const AttentionParams& p, const WorkItem& w) {
     int32_t entry = -1;
 #pragma unroll 1
@@ -64,8 +64,8 @@ __device__ __forceinline__ int32_t look_up_marked(const AttentionParams& p, cons
     return entry;
 }
 
-// Start the copies of an output warp's rows of tile `n` of the split: QUANTIZED to raw stage `stage`, else to the
-// tile's.
+// Starts copies of an output warp's rows of tile `n` of the split: QUANTIZED to raw stage `stage`, else to stage
+// `stage`.
 __device__ __forceinline__ void copy_rows(const AttentionParams& p, int n, int stage) {
     const Role r = Role::here();
     const int row = r.lane / 8;  // eight lanes copy a row
@@ -87,7 +87,7 @@ __device__ __forceinline__ void copy_rows(const AttentionParams& p, int n, int s
 #endif
 }
 
-// Not QUANTIZED: copy the rows of a tile, which its stage then waits for.
+// Not QUANTIZED: starts copies of an output warp's rows of a tile; the stage's barrier waits for them.
 __device__ __forceinline__ void copy_tile(const AttentionParams& p, int n, int stage) {
     copy_rows(p, n, stage);
     const uint32_t full = shared_address(&small().tile_full[stage]);

@@ -1,21 +1,21 @@
-// Of portable: Q in registers and shared memory, and S = Q.K^T in the score warps.
+// Part of portable: Q in registers and shared memory, and S = Q.K^T in the score warps.
 //
-// A score warp multiplies its slice of the columns, in steps of 16: a range of the first D_V, and one of those behind.
-// Then the warps of a group add their parts of S through shared memory. With two m tiles a group, each of its two
-// warps gets the sums of one of them; with one m tile all warps get all sums.
+// A score warp multiplies its slice of the columns in steps of 16. The slice has two ranges: one of the first D_V
+// columns, and one of those behind. Then the warps of a group add their parts of S through shared memory. If a group
+// has two m tiles, each of its two warps gets the sums of one of them; if it has one, all warps get all sums.
 #pragma once
 #include "attention/portable/rows.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mma_sync.cuh"
 
-// A fragment of shared memory as an A operand.
+// Loads a fragment from shared memory as an A operand.
 __device__ __forceinline__ void load_fragment(uint32_t at, uint32_t (&a)[4]) {
     const Vec16 v = load_shared_16(at);
     a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
 }
 
-// C += A.B of 16 columns of k.
+// C += A.B, 16 columns of k.
 __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (HALF_ITEMS) {
         mma_m16n8k16_f16(c, a, b0, b1);
@@ -37,12 +37,12 @@ __device__ __forceinline__ void clear(T& acc) {
 
 using QRegisters = uint32_t[Q_IN_REGISTERS][GROUP_TILES][4];
 
-// Two values of Q as bf16. ALIGNED: at a multiple of 4 bytes.
+// Loads two values of Q as bf16. ALIGNED: from a multiple of 4 bytes.
 template <bool ALIGNED>
 __device__ __forceinline__ uint32_t load_q_pair(const bf16* q) {
     return ALIGNED ? *reinterpret_cast<const uint32_t*>(q) : q[0] | uint32_t(q[1]) << 16;
 }
-// The same of e4m3, wherever they are.
+// The same for e4m3, at any address.
 template <bool>
 __device__ __forceinline__ uint32_t load_q_pair(const uint8_t* q) {
     float v[4];
@@ -50,14 +50,14 @@ __device__ __forceinline__ uint32_t load_q_pair(const uint8_t* q) {
     return pack_bf16x2(v[0], v[1]);
 }
 
-// Where fragment (step, m) of a score warp's Q in shared memory is, for this lane.
+// The address of this lane's fragment (step, m) of a score warp's Q in shared memory.
 __device__ __forceinline__ uint32_t q_fragment(const Role& r, int step, int m) {
     return shared_address(shared) + Q_AT +
            (((r.warp * Q_IN_SHARED + step - Q_IN_REGISTERS) * GROUP_TILES + m) * 32 + r.lane) * 16;
 }
 
-// Load a score warp's Q into registers and shared memory. Heads beyond h_q repeat the last one, so that no load stands
-// behind a branch: they are all on their way at once. Item: bf16, or uint8_t of e4m3.
+// Loads a score warp's Q into registers and shared memory. Heads beyond h_q repeat the last head: so no load needs a
+// branch, and all are in flight at once. Item: bf16, or uint8_t for e4m3.
 template <typename Item, bool ALIGNED>
 __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem& w, QRegisters& q) {
     const Role r = Role::here();
@@ -101,7 +101,8 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem&
     for (int step = 0; step < Q_IN_REGISTERS; ++step) {
 #pragma unroll
         for (int m = 0; m < GROUP_TILES; ++m) load(step, m, q[step][m]);
-        if (!ALIGNED && step % AT_ONCE == 0) __syncwarp();  // half words on their way take a register each
+        if (!ALIGNED && step % AT_ONCE == 0)
+            __syncwarp();  // limits the loads in flight: each half word takes a register
     }
 }
 
@@ -115,8 +116,8 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem&
     }
 }
 
-// The A operand of a step and an m tile.
-__device__ __forceinline__ void take_q(const QRegisters& q, int step, int m, uint32_t (&a)[4]) {
+// Loads the A operand of a step and an m tile.
+__device__ __forceinline__ void load_q_operand(const QRegisters& q, int step, int m, uint32_t (&a)[4]) {
     if (step < Q_IN_REGISTERS) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = q[step < Q_IN_REGISTERS ? step : 0][m][i];
@@ -127,14 +128,14 @@ __device__ __forceinline__ void take_q(const QRegisters& q, int step, int m, uin
 
 // --- K ------------------------------------------------------------------------------------------------------------
 
-// B fragments of one step for a tile's rows.
+// B fragments of one step of k, for all rows of a tile.
 using KStep = uint32_t[N_TILES / 2][4];
 
-// Where a score warp's columns of the rows are.
-struct KPlace {
+// The addresses of a score warp's columns in a tile.
+struct KAddresses {
     uint32_t columns, last_columns;
 
-    static __device__ __forceinline__ KPlace of(uint32_t stage) {
+    static __device__ __forceinline__ KAddresses of(uint32_t stage) {
         const Role r = Role::here();
         const int row = r.lane / 16 * 8 + r.lane % 8, half = r.lane / 8 % 2;
         return {chunk_address(stage, row, half) + r.slice() * (2 * D_V / SLICES),
@@ -152,8 +153,9 @@ struct KPlace {
 
 using Scores = float[GROUP_TILES][N_TILES][4];
 
-// FOLDED: S is scaled where the columns of a scale end. A warp with one scale, c: S c. With two: ((S_0 c_0 / c_1) +
-// S_1) c_1. The factor when the columns of scale number `number` are done, for the rows of this thread's columns of S.
+// FOLDED: S is scaled after the last column under each scale. A warp with one scale c computes S c. A warp with two
+// scales computes (S_0 c_0 / c_1 + S_1) c_1. This is the factor after the columns of scale number `number`, for the
+// rows of this thread's columns of S.
 __device__ __forceinline__ float2 fold_factor(int stage, int number, int row) {
     const Small& sm = small();
     const int slice = Role::here().slice();
@@ -189,10 +191,10 @@ __device__ __forceinline__ void add(const Scores& more, Scores& s) {
     }
 }
 
-// S of a warp's columns.
+// A warp's part of S: over its columns.
 __device__ __forceinline__ void multiply_qk(int stage, const QRegisters& q, Scores& s) {
     constexpr int SCALE_STEPS = FOLDED ? SCALE_COLUMNS / 16 : STEPS + 1;
-    const KPlace k = KPlace::of(stage_address(stage));
+    const KAddresses k = KAddresses::of(stage_address(stage));
     KStep b[2];
     Scores odd;
     k.load(b[0], 0);
@@ -205,14 +207,14 @@ __device__ __forceinline__ void multiply_qk(int stage, const QRegisters& q, Scor
 #pragma unroll
         for (int m = 0; m < GROUP_TILES; ++m) {
             uint32_t a[4];
-            take_q(q, step, m, a);
+            load_q_operand(q, step, m, a);
 #pragma unroll
             for (int n = 0; n < N_TILES; ++n)
-                multiply(ODD_APART && step % 2 ? odd[m][n] : s[m][n], a, now[n / 2][n % 2 * 2],
+                multiply(SEPARATE_ODD_STEPS && step % 2 ? odd[m][n] : s[m][n], a, now[n / 2][n % 2 * 2],
                          now[n / 2][n % 2 * 2 + 1]);
         }
         const bool folds = step < V_STEPS && step % SCALE_STEPS == SCALE_STEPS - 1;
-        if (ODD_APART && (folds || step == STEPS - 1)) {
+        if (SEPARATE_ODD_STEPS && (folds || step == STEPS - 1)) {
             add(odd, s);
             clear(odd);
         }
@@ -227,8 +229,8 @@ __device__ __forceinline__ float4* part_of(const Role& r, int warp, int buffer) 
            r.lane;
 }
 
-// Leave what the other warps of the group need of this warp's part: one m tile.
-__device__ __forceinline__ void leave_part(const Scores& s, int buffer) {
+// Stores the part of S that the other warps of the group need: one m tile.
+__device__ __forceinline__ void store_part(const Scores& s, int buffer) {
     const Role r = Role::here();
     float4* to = part_of(r, r.warp, buffer);
     constexpr int GIVEN = GROUP_TILES - 1;
@@ -240,10 +242,10 @@ __device__ __forceinline__ void leave_part(const Scores& s, int buffer) {
 // S of a warp's own m tile.
 using OwnScores = float[N_TILES][4];
 
-// The sums of this warp's own m tile, in the same order in all warps.
+// The sums of this warp's own m tile. All warps add in the same order.
 __device__ __forceinline__ void add_parts(const Scores& s, int buffer, OwnScores& own) {
     const Role r = Role::here();
-    if constexpr (ALL_GET_ALL) {
+    if constexpr (ALL_WARPS_GET_SUMS) {
 #pragma unroll
         for (int i = 0; i < SLICES; ++i) {
             const float4* from = part_of(r, r.group() * SLICES + i, buffer);

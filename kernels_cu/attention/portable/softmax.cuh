@@ -1,7 +1,7 @@
-// Of portable: the softmax in the score warps, in base 2. S becomes P in shared memory, and the factors with which O
-// is brought to new references.
+// Part of portable: the softmax in the score warps, in base 2. It turns S into P, in shared memory, and computes the
+// factors that rescale O to new references.
 //
-// FOLDED: P stays f16 until an output warp, whose columns have one scale, multiplies P by it (values.cuh).
+// FOLDED: P is f16. An output warp, whose columns have one scale, multiplies P by the scale later (values.cuh).
 #pragma once
 #include "attention/portable/scores.cuh"
 #include "ptx/arithmetic.cuh"
@@ -9,11 +9,11 @@
 #include "tile/softmax.cuh"
 #include "tile/warp.cuh"
 
-// A thread's two heads: rows g and g + 8 of its own m tile. `sum` covers this thread's columns only.
+// Softmax state of a thread's two heads: rows g and g + 8 of its own m tile. `sum` covers this thread's columns only.
 struct Softmax {
     float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF};
 
-    // SUMS_IN_SHARED: they are there between store_sums and load_sums.
+    // SUMS_IN_SHARED: sums and maxima are in shared memory between store_sums and load_sums.
     __device__ __forceinline__ void store_sums() const {
         const Role r = Role::here();
         Small& sm = small();
@@ -29,15 +29,15 @@ struct Softmax {
     }
 };
 
-// Two numbers of P as shared memory holds them.
+// Two values of P in the form of shared memory.
 __device__ __forceinline__ uint32_t pack_p(float x, float y) { return FOLDED ? pack_f16x2(x, y) : pack_items(x, y); }
 
-// A tile's softmax of a score warp.
+// The softmax of a tile in a score warp.
 struct Probabilities {
     OwnScores s;
     float top[2], rescale[2];
 
-    // Scale the logits, -inf where a row is not valid. Find the highest.
+    // Scales the logits; sets them to -inf where a row is not valid; finds the largest.
     __device__ __forceinline__ void mask(const AttentionParams& p, int tile) {
         const float scale_log2 = SCALE_OF_CALL ? small().logit_scale : p.scale_log2;
         const uint8_t* valid = small().valid[tile % VALID_TILES];
@@ -66,7 +66,7 @@ struct Probabilities {
         }
     }
 
-    // Raise the references where needed: that is rare. Logits become P.
+    // Raises references where needed, which is rare. Turns logits into P.
     __device__ __forceinline__ void exponentiate(Softmax& state) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -83,7 +83,7 @@ struct Probabilities {
         }
     }
 
-    // P to shared memory, and the factors of O.
+    // Stores P and the factors of O to shared memory.
     __device__ __forceinline__ void write(int buffer, Softmax& state) const {
         const Role r = Role::here();
         Small& sm = small();
@@ -93,14 +93,14 @@ struct Probabilities {
 #pragma unroll
             for (int n = 0; n < N_TILES; ++n) sum += s[n][2 * i] + s[n][2 * i + 1];
             state.sum[i] = state.sum[i] * rescale[i] + sum;
-            if (r.t == 0 && (!ALL_GET_ALL || r.slice() == 0))
+            if (r.t == 0 && (!ALL_WARPS_GET_SUMS || r.slice() == 0))
                 sm.rescale[buffer][r.own_tile() * 16 + r.g + 8 * i] = rescale[i];
         }
         const bool rescaled = __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
         if (r.lane == 0) sm.rescaled[buffer][r.warp] = rescaled;
 #pragma unroll
         for (int k = 0; k < K_TILES; ++k) {
-            if (ALL_GET_ALL && k % SLICES != r.slice()) continue;
+            if (ALL_WARPS_GET_SUMS && k % SLICES != r.slice()) continue;
             uint32_t a[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = pack_p(s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);

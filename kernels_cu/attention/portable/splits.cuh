@@ -1,10 +1,10 @@
-// Of portable: the splits of a CTA, one after the other.
+// Part of portable: the splits of a CTA, one after the other.
 #pragma once
 #include "attention/portable/plan.cuh"
 #include "ptx/named_barrier.cuh"
 
-// Whether the launch's rows are divided into shares (division/share.cuh). If not, a CTA has one split: grid x = query *
-// head tiles + head tile, y = split.
+// Whether the launch's rows are divided into shares (division/share.cuh). If not, a CTA has one split: grid x = query
+// * head tiles + head tile, y = split.
 __device__ __forceinline__ bool in_shares(const AttentionParams& p) { return p.ready != nullptr; }
 
 // How many splits this CTA has.
@@ -14,7 +14,7 @@ __device__ __forceinline__ int num_turns(const AttentionParams& p) {
 
 __device__ __forceinline__ bool has_next(const AttentionParams& p) { return small().turn + 1 < num_turns(p); }
 
-// Find this CTA's split number `turn`, as the next. One thread calls.
+// Finds this CTA's split number `turn`, and stores it as the next. One thread calls.
 __device__ __forceinline__ void find_split(const AttentionParams& p, int turn) {
     Small& sm = small();
     WorkItem& w = sm.next;
@@ -33,13 +33,13 @@ __device__ __forceinline__ void find_split(const AttentionParams& p, int turn) {
     }
 }
 
-// Go on to the next split, or to the same one where that begins anew. Returns whether there is one. Output warps call
-// (OUTPUT), and score warps.
+// Goes on to the next split, or restarts this one. Returns whether there is one. Output warps (OUTPUT) and score warps
+// call.
 template <bool OUTPUT>
 __device__ __forceinline__ bool take_next_split(const AttentionParams& p) {
     Small& sm = small();
     const bool sets = OUTPUT && read_thread_index() == 0;
-    if (!NEXT_EARLY && sets && has_next(p)) find_split(p, sm.turn + 1);
+    if (!OVERLAP_SPLITS && sets && has_next(p)) find_split(p, sm.turn + 1);
     named_barrier_sync(NEXT_SPLIT, THREADS);
     if (sets) {
         sm.stage = sm.next_stage, sm.phase = sm.next_phase;

@@ -1,14 +1,14 @@
-// Of portable: O += P.V in the output warps, all heads x 64 columns each.
+// Part of portable: O += P.V in the output warps, all heads x 64 columns each.
 //
-// FOLDED: a warp multiplies P by the scale of its columns and rounds it to bf16. That rounding is the same for all
-// columns of a scale, and the errors of few rows do not cancel. So in a split of one tile what P lost is multiplied
-// too.
+// FOLDED: a warp multiplies P by the scale of its columns and rounds the product to bf16. This rounding error is the
+// same in all columns under a scale, and with few rows errors do not average out. So a split of one tile multiplies
+// the rounding errors of P by V, too, and adds them.
 #pragma once
 #include "attention/portable/scores.cuh"
 
 using Output = float[M_TILES][V_TILES][4];
 
-// Bring O to the references of a tile.
+// Rescales O to the references of a tile.
 __device__ __forceinline__ void rescale_output(int buffer, Output& o) {
     if (*reinterpret_cast<const uint32_t*>(small().rescaled[buffer]) == 0) return;
     const Role r = Role::here();
@@ -23,16 +23,16 @@ __device__ __forceinline__ void rescale_output(int buffer, Output& o) {
     }
 }
 
-// P of m tile m and 16 rows as shared memory holds it.
+// Loads P of m tile m and 16 rows, in the form of shared memory.
 __device__ __forceinline__ void load_p_tile(int buffer, int m, int k, uint32_t (&a)[4]) {
     load_fragment(p_fragment(buffer, m, k, Role::here().lane), a);
 }
 
-// FOLDED: the scales of a tile's rows in a warp's columns; they are read two at a time.
+// FOLDED: the scales of a tile's rows that apply to a warp's columns; they are read two at a time.
 __device__ __forceinline__ const float (&value_scales(const Role& r, int stage))
     [TILE_ROWS] { return small().scale[stage][r.warp * 64 / SCALE_COLUMNS]; }
 
-// P of 16 rows as A operands. FOLDED: times the scale of the warp's columns.
+// Loads P of 16 rows as A operands. FOLDED: times the scale of the warp's columns.
 __device__ __forceinline__ void load_p(int stage, int buffer, int k, uint32_t (&a)[M_TILES][4]) {
     const Role r = Role::here();
 #pragma unroll
@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_p(int stage, int buffer, int k, uint32_t (&
     }
 }
 
-// `wait` returns when products may begin.
+// O += P.V of a tile. `wait` returns when products may begin.
 template <typename Wait>
 __device__ __forceinline__ void multiply_pv(int stage, int buffer, Output& o, Wait wait) {
     const Role r = Role::here();
@@ -83,7 +83,8 @@ __device__ __forceinline__ void multiply_pv(int stage, int buffer, Output& o, Wa
     }
 }
 
-// FOLDED: what P times scale lost when load_p rounded it, times V. An m tile at a time, with few registers.
+// FOLDED: adds to O what P times scale lost when load_p rounded it, times V. It works on one m tile at a time, with
+// few registers.
 __device__ __forceinline__ void multiply_rounding_errors(int stage, int buffer, Output& o) {
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m) {

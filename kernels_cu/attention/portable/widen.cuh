@@ -1,8 +1,8 @@
-// Of portable: how output warps widen quantized rows to bf16. Each widens the rows that it has copied, once.
+// Part of portable: how output warps widen quantized rows to bf16. Each warp widens the rows that it has copied, once.
 //
-//   UE8M0 scales, NVFP4   times their scale, which is exact
-//   PLAIN_FP8             unscaled, which is exact: the call's scale is a factor on logits and on results
-//   FOLDED                unscaled: times a float32 a value would be rounded. The scales are left for S and P
+//   UE8M0 scales, NVFP4   times the scale, which is exact
+//   PLAIN_FP8             without scale, which is exact: the call's scale is a factor of logits and of the output
+//   FOLDED                without scale: products with float32 scales would be rounded. The scales go to S and P
 #pragma once
 #include "attention/portable/rows.cuh"
 #include "ptx/convert.cuh"
@@ -12,10 +12,10 @@
 #include "rows/quantize.cuh"
 #include "rows/scales.cuh"
 
-constexpr int SCALES_OF_COPY = SCALES_APART ? ROW_STRIDE : SCALE_OFFSET;  // where they begin in a raw row
-constexpr int PARTS_OF_ROW = D_V / 256;  // parts of the first D_V columns; a lane widens 8 values of each
+constexpr int SCALES_OF_COPY = SCALES_APART ? ROW_STRIDE : SCALE_OFFSET;  // where scales begin in a raw row
+constexpr int PARTS_OF_ROW = D_V / 256;  // parts of 256 columns of V; a lane widens 8 values of each
 
-// Say that an output warp's rows of a stage are there.
+// Says that an output warp's rows of a stage are there.
 __device__ __forceinline__ void announce_rows(int stage) {
     __syncwarp();
     mbarrier_arrive_for_warp(shared_address(&small().tile_full[stage]), Role::here().lane);
@@ -23,8 +23,8 @@ __device__ __forceinline__ void announce_rows(int stage) {
 
 // --- e2m1 ---------------------------------------------------------------------------------------------------------
 
-// Widen the first D_V columns of an output warp's rows. The first NOPE of them are e2m1, those behind bf16 (V4_NVFP4);
-// scales begin at byte SCALES_AT of a raw row.
+// Widens the first D_V columns of an output warp's rows. Their first NOPE columns are e2m1, the rest bf16 (V4_NVFP4).
+// Scales begin at byte SCALES_AT of a raw row.
 template <int NOPE, int SCALES_AT>
 __device__ __forceinline__ void widen_fp4_rows(uint32_t from, int stage) {
     const Role r = Role::here();
@@ -61,8 +61,7 @@ __device__ __forceinline__ void widen_fp4_rows(uint32_t from, int stage) {
     }
 }
 
-// CODE_BITS 4: widen an output warp's rows, with the e4m3 columns behind V (V32_NVFP4), a chunk a lane; say that they
-// are there.
+// CODE_BITS 4: widens an output warp's rows, with the e4m3 columns behind V (V32_NVFP4), and says that they are there.
 __device__ __forceinline__ void widen_own_fp4_rows(int raw_stage, int stage) {
     static_assert(
         CODE_BITS != 4 || (D_QK == D_V ? D_NOPE + D_ROPE == D_V : D_NOPE == D_V && ROPE_CODED && D_QK - D_V == 64),
@@ -80,28 +79,28 @@ __device__ __forceinline__ void widen_own_fp4_rows(int raw_stage, int stage) {
 
 // --- e4m3 ---------------------------------------------------------------------------------------------------------
 
-// Rare: what stands under a scale of 0 in a lane's row becomes zeros, NaN too: SCALE_COLUMNS bytes from `at` on. All
-// lanes of the warp call.
+// Rare. If a lane's scale is 0, sets its SCALE_COLUMNS bytes from `at` on to zeros: what stands under a scale of 0
+// counts as 0, even NaN. All lanes of the warp call.
 __device__ __forceinline__ void clear_under_zero(uint32_t at, bool zero) {
 #pragma unroll 1
     for (int i = 0; zero && i < SCALE_COLUMNS; i += 16) store_shared_16(at + i, {0, 0, 0, 0});
     __syncwarp();
 }
 
-// CODE_BITS 8: widen an output warp's rows, and say that they are there.
+// CODE_BITS 8: widens an output warp's rows, and says that they are there.
 __device__ __forceinline__ void widen_own_fp8_rows(int raw_stage, int stage) {
     const Role r = Role::here();
     Small& sm = small();
     const uint32_t from = raw_rows(r.warp, raw_stage);
     const int first = r.warp * WARP_ROWS;
-    // A lane widens a chunk of 8 values of each part of V. Where the chunks do not fill the last part (V4_FP8), its
-    // other lanes have the chunks of the bf16 columns.
+    // A lane widens a chunk of 8 values of each part of V. Where these chunks do not fill the last part (V4_FP8), the
+    // other lanes take the chunks of the bf16 columns.
     constexpr int CHUNKS = (D_NOPE < D_V ? D_NOPE : D_V) / 8, AT_ONCE = FOLDED ? 2 : 1;
     constexpr bool ROPE_WITH = D_NOPE < D_V;
-    constexpr bool END = D_QK > D_V, END_CODED = D_NOPE > D_V;  // there are columns behind V, bf16 ones or e4m3
+    constexpr bool END = D_QK > D_V, END_CODED = D_NOPE > D_V;  // columns behind V, and whether they are e4m3
     static_assert(!ROPE_WITH || CHUNKS + D_ROPE / 8 == 32 * PARTS_OF_ROW, "");
     static_assert(!END || D_QK - D_V == 64, "a chunk a lane");
-    // Loaded first: the columns behind V, a chunk a lane, and FOLDED scales.
+    // Loaded first: the columns behind V, a chunk a lane, and (FOLDED) scales.
     const int end_row = r.lane / 8 % WARP_ROWS, end_chunk = r.lane % 8;
     const int scale_row = r.lane / 4 % WARP_ROWS, number = r.lane % 4;
     Vec16 end;
@@ -164,7 +163,7 @@ __device__ __forceinline__ void widen_own_fp8_rows(int raw_stage, int stage) {
 
 // --- all ----------------------------------------------------------------------------------------------------------
 
-// Widen an output warp's rows of tile `n` of the split into `stage`, and say that they are there.
+// Widens an output warp's rows of tile `n` of the split into `stage`, and says that they are there.
 __device__ __forceinline__ void widen_rows(int n, int raw_stage, int stage) {
 #if EXTRA_ROWS
     const int warp = Role::here().warp;
@@ -181,7 +180,7 @@ __device__ __forceinline__ void widen_rows(int n, int raw_stage, int stage) {
     }
 }
 
-// Widen the rows of tile `n` of a split into `stage`, and start to copy those that come RAW_STAGES tiles later.
+// Widens the rows of tile `n` of a split into `stage`, and starts copies of the rows RAW_STAGES tiles later.
 __device__ __forceinline__ void widen_tile(const AttentionParams& p, int n, int tiles, int stage) {
     const int raw_stage = n % RAW_STAGES;
     cp_async_wait<RAW_STAGES - 1>();
