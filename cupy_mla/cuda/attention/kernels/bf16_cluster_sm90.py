@@ -33,8 +33,7 @@ def kernel(layout: Layout, heads: int) -> Kernel:
 
 @cache
 def cluster_kernel() -> Kernel:
-    """The variant for which `Gpu.clusters_at_once` is asked. It stands for all: a CTA of any variant takes a whole
-    SM."""
+    """The variant that `Gpu.clusters_at_once` is asked about. A CTA of every variant takes a whole SM."""
     return kernel(BF16_576, bf16_sm90.HEADS)
 
 

@@ -112,8 +112,7 @@ def kernel(layout: Layout, heads: int, division: int, extra: Layout | None) -> K
 
 @cache
 def cluster_kernel() -> Kernel:
-    """The variant for which `Gpu.clusters_at_once` is asked. It stands for all: a CTA of any variant takes a whole
-    SM."""
+    """The variant that `Gpu.clusters_at_once` is asked about. A CTA of every variant takes a whole SM."""
     return kernel(V32_FP8, max(HEADS), CLUSTERS, None)
 
 
@@ -137,8 +136,7 @@ def cta_heads(heads: int) -> tuple[int, ...]:
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Whole items, shares, clusters and teams. Splits that are prescribed: clusters, segments or, where many,
-    shares."""
+    """Whole items, shares, clusters and teams. Prescribed splits: clusters and segments, or shares if they are many."""
     asked, forced, plain = problem.splits(INVARIANT_ROWS), problem.division, problem.layout.scale_of_call
     at_once = problem.gpu.clusters_at_once(cluster_kernel())
     for heads in HEADS if forced else cta_heads(problem.heads):
@@ -197,7 +195,7 @@ def work(problem: Problem, division: Any) -> Work:
     else:
         kind = "teams" if isinstance(division, Teams) else "clusters"  # equal splits in `Shares` take as long as these
         splits = division.splits
-        if not splits:  # by length: half of the lists are short, so a full one has nearly twice the mean of CTAs
+        if not splits:  # by length: half of the lists are short, so a full one has nearly twice the CTAs of the mean
             splits = min(max(2 * sms / items - 1, 1.0), MAX_CLUSTER)
             split_tiles = min(tiles, tiles / splits + 0.5)
         elif problem.uneven:  # few lists are full, so rounding up the tiles of a split hardly matters
