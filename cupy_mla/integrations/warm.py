@@ -1,4 +1,5 @@
-"""Kernels are compiled before an engine's first request: once a process and GPU for all layers of a kind."""
+"""Warming up for engines: kernels are compiled before the first request, once for each kind of layer, process and
+GPU."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ import torch
 from ..config import DenseMLAConfig, SparseMLAConfig
 from ..warmup import warmup
 
-SECONDS = 3.0  # between two lines
+SECONDS = 3.0  # between two lines of the log
 
 _ready: set[tuple[SparseMLAConfig | DenseMLAConfig, int]] = set()
 
 
 def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device, logger: logging.Logger) -> None:
-    """Make the kernels of such layers ready, unless that was done in this process. The CPU has none.
+    """Compile and load the kernels of such layers, unless this process has done so. On the CPU there are none.
 
     Args:
-        logger: the engine's, which gets a line before, one behind, and one every few seconds in between.
+        logger: the engine's. It gets a line at the start, one at the end, and one every few seconds between.
     """
     if device.type != "cuda":
         return

@@ -152,7 +152,7 @@ def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
     blocks_aligned = config.keys_per_block * INDEXER_FP8.token_bytes % 16 == 0
     found = [*topk.kernels()]
     for paged, aligned in ((False, True), (True, blocks_aligned)):
-        name = logits.choose(gpu.capability, aligned, logits.asked_kernel()).kernel
+        name = logits.choose(gpu.capability, aligned, logits.asked_kernel())
         for kernel in modules[name].kernels():
             is_for = [kernel.defines.get(define) for define in ("PAGED", "ALIGNED", "COMPACT")]
             if is_for == [paged, aligned, False]:
