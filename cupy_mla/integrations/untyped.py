@@ -1,4 +1,4 @@
-"""A stand-in, for type checkers, of classes from libraries without types."""
+"""A base class that type checkers see in place of classes from libraries without types."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Warming up for engines: kernels are compiled before the first request, once for each kind of layer, process and
-GPU."""
+"""Warm-up for engines: compiles the kernels before the first request, once per kind of layer, process and GPU."""
 
 from __future__ import annotations
 
@@ -11,16 +10,18 @@ import torch
 from ..config import DenseMLAConfig, SparseMLAConfig
 from ..warmup import warmup
 
-SECONDS = 3.0  # between two lines of the log
+SECONDS = 3.0  # least time between two lines of the log
 
 _ready: set[tuple[SparseMLAConfig | DenseMLAConfig, int]] = set()
 
 
 def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device, logger: logging.Logger) -> None:
-    """Compile and load the kernels of such layers, unless this process has done so. On the CPU there are none.
+    """Compile and load the kernels of such layers, unless this process has done so. On the CPU nothing is done.
 
     Args:
-        logger: the engine's. It gets a line at the start, one at the end, and one every few seconds between.
+        layers: the kind of layers.
+        device: the device on which they run.
+        logger: the engine's logger, for progress: a line at the start, one every few seconds, and one at the end.
     """
     if device.type != "cuda":
         return

@@ -1,7 +1,7 @@
-"""The example calls of the operations, which tests, self-check and sanitizer cases make of them.
+"""Example calls of the operations, on which tests, self-check and sanitizer cases run.
 
-A function for an operation, or for several that take the same: it yields a `Call` after another, with arrays drawn from
-a random generator. `ops/table.py` names it in the operation's row.
+Each function here yields the example calls of an operation, or of several operations that take the same arguments. It
+draws the arrays from a random generator. The operation's row in `ops/table.py` names the function.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Wanted(NamedTuple):
 
     Attributes:
         layouts: cache layouts. Calls that need another one are left out.
-        many: query tokens of the larger calls of attention.
+        many: number of query tokens in the larger calls of attention.
         strays: whether some slots, entries, requests, blocks and rows lie beyond the arrays, which checks of values
             (`cupy_mla.set_checks`) refuse.
     """
@@ -58,7 +58,7 @@ class Call(NamedTuple):
     """An example call.
 
     Attributes:
-        detail: what tells it from the operation's other calls.
+        detail: name of the call, different from those of the operation's other calls.
         arguments: by name; arrays are NumPy arrays.
         unaligned: the arrays whose rows `Operation.run` starts one item after an aligned address.
     """
@@ -75,8 +75,8 @@ class Format(NamedTuple):
     """What the example calls do with a cache layout.
 
     Attributes:
-        scale_formats: of the calls that pack tokens whose RoPE values come apart.
-        two_caches: whether there are decodes over two caches, among them one with every argument.
+        scale_formats: the scale formats of calls that pack tokens whose RoPE values are an argument of their own.
+        two_caches: whether there are calls that decode over two caches; one of them sets every argument.
     """
 
     layout: Layout
