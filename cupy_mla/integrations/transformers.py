@@ -265,30 +265,29 @@ def sparse_attention(
 ) -> Iterator[torch.nn.Module]:
     """While the context lasts, every attention layer of a model and its indexer run on this package.
 
-    With a cache, for inference: weights in bfloat16, no gradients, and `past_key_values` at every call, a
-    `PagedLatentCache` for `DeepseekV32ForCausalLM` and `GlmMoeDsaForCausalLM`, a `PagedV4Cache` for
-    `DeepseekV4ForCausalLM`. Without one (`use_cache=False`), for training and to evaluate: everything differentiates;
-    weights may be float32, attention itself is of bfloat16.
+    With a cache, for inference: weights are bfloat16, there are no gradients, and every call passes `past_key_values`:
+    a `PagedLatentCache` for `DeepseekV32ForCausalLM` and `GlmMoeDsaForCausalLM`, a `PagedV4Cache` for
+    `DeepseekV4ForCausalLM`. Without a cache (`use_cache=False`), for training and evaluation: everything has gradients;
+    weights may be float32, but attention is computed in bfloat16.
 
-    Tokens see all tokens of their request up to themselves; padding is left out, of which a `PagedV4Cache` allows none.
-    Without a cache V4's padding may stand behind the tokens, and sequences of the other models may be packed into a
-    request: `position_ids` that start over. Other masks are an error under `cupy_mla.set_checks`.
+    A token sees all tokens of its request up to itself, except padding. With a `PagedV4Cache` there must be no padding.
+    Without a cache V4's padding may stand behind the tokens, and for the other models several sequences may be packed
+    into a request, whose `position_ids` then start over. Other masks are an error under `cupy_mla.set_checks`.
 
-    A call of the model without a cache takes `chosen_rows`, what indexers are to choose, by layer: as `recorded_rows`
-    has it of a pass with a cache.
+    A call of the model without a cache may pass `chosen_rows`, by layer the rows that its indexer would choose, as
+    `recorded_rows` records them in a pass with a cache.
 
     Args:
         model: the model, or a part of it.
-        indexer_loss: coefficient of the loss from which each indexer learns (`cupy_mla.indexer_loss`), the mean over
-            the tokens of a pass without a cache. Its gradients come with those of whatever is differentiated, and go
-            to the indexer alone; `model.indexer_losses` has the last pass's losses by layer. Default: indexers do not
-            learn.
+        indexer_loss: coefficient of each indexer's loss (`cupy_mla.indexer_loss`), a mean over the tokens of a pass
+            without a cache. Any backward through the model computes its gradients, too, for the indexer alone.
+            `model.indexer_losses` has the last pass's losses by layer. None: indexers do not learn.
 
     Raises:
-        ValueError: the model is none of these. In a call: dropout of attention weights in training; a cache of another
-            kind; `chosen_rows` with a cache, or of other tokens.
+        ValueError: the model has no such layers. In a call: dropout of attention weights in training; a cache of
+            another kind; `chosen_rows` with a cache, or for other tokens.
         TypeError: in a call: a projection whose weight is absorbed is no `torch.nn.Linear`.
-        RuntimeError: in a call: gradients are wanted of a pass with a cache.
+        RuntimeError: in a call with a cache: an input or a weight requires a gradient.
 
     Example:
         >>> with sparse_attention(model, indexer_loss=1.0):  # a step of training
@@ -316,13 +315,15 @@ def sparse_attention(
 
 @contextmanager
 def recorded_rows(model: torch.nn.Module) -> Iterator[dict[int, torch.Tensor]]:
-    """What the indexers of a model choose while the context lasts, to be replayed: `chosen_rows` of a pass without a
-    cache over the same tokens.
+    """Record the rows that a model's indexers choose while the context lasts. A pass without a cache over the same
+    tokens can replay them: they are its `chosen_rows`.
+
+    Call the backward after the context: with activation checkpointing it runs layers again, which would be recorded.
 
     Yields:
-        by layer [R, n, k] int32, of all n tokens of the passes; filled when the context ends. Of V3.2 and GLM-5 places
-        of tokens in their request, padding not counted; of V4 places of compressed rows. -1: none.
-        Activation checkpointing runs layers once more in the backward, which must come after the context.
+        a dict of layer: [R, n, k] int32 for all n tokens of the passes, filled when the context ends. For V3.2 and
+        GLM-5 these are positions of tokens in their request, padding not counted; for V4 positions of compressed rows.
+        -1: none.
 
     Example:
         >>> with sparse_attention(model), recorded_rows(model) as rows, torch.no_grad():
@@ -334,7 +335,7 @@ def recorded_rows(model: torch.nn.Module) -> Iterator[dict[int, torch.Tensor]]:
     rows: dict[int, torch.Tensor] = {}
 
     def kept(attention: Any) -> Any:
-        """A hook of the layer's indexer, which keeps what it returns."""
+        """Register a hook that keeps the results of the layer's indexer."""
         of_layer = passes.setdefault(attention.layer_idx, [])
         indexer = getattr(getattr(attention, "compressor", attention), "indexer", None)
         return indexer and indexer.register_forward_hook(lambda _m, _a, chosen: of_layer.append(chosen))

@@ -135,20 +135,20 @@ class PagedV4Layer(CacheLayerMixin):
 
 
 class PagedV4Cache(Cache):
-    """The paged caches of a DeepSeek-V4 model, for `past_key_values`. Requests have equally many tokens, no padding.
+    """The paged caches of a DeepSeek-V4 model, for `past_key_values`. Requests have equal lengths, without padding.
 
     Args:
         config: the model's configuration.
         swa_block_table: [R, M] integers, the blocks of each request in the sliding windows' caches.
         block_table: [R, M'] the same for the caches of compressed rows and of the indexers' keys.
-        swa_block_size: tokens a block of the sliding windows' caches.
-        block_size: tokens that a block of the other caches stands for, a multiple of all compress ratios.
+        swa_block_size: tokens per block of the sliding windows' caches.
+        block_size: tokens per block of the other caches, before compression; a multiple of all compress ratios.
         max_num_batched_tokens: most query tokens of a forward pass, all requests together; workspaces grow with it.
-            Default: as many as the blocks have room for.
-        device: where the model is.
+            Default: as many as the blocks hold.
+        device: device of the model.
 
     Attributes:
-        length: tokens that every request was given so far.
+        length: number of tokens that each request has so far.
     """
 
     def __init__(
