@@ -366,7 +366,7 @@ class Target(NamedTuple):
 
 
 class IndexerLoss(NamedTuple):
-    """Of `indexer_loss` and `dense_indexer_loss`: shapes and dtypes are those of these, but indices [T, topk].
+    """Arguments of `indexer_loss` and `dense_indexer_loss`, in their shapes and dtypes, but indices is [T, topk].
 
     Attributes:
         indices, length, starts, ends: lists [T, topk], and their lengths [T] or None; or the ranges of keys [T].

@@ -78,7 +78,7 @@ def localize_topk(
     out: A | None = None,
     topk_length: A | None = None,
 ) -> tuple[A, A]:
-    """Of each query token's chosen positions keep those that lie on a rank, as positions in the rank's own cache.
+    """The chosen positions of each query token that lie on a rank, as positions in the rank's own cache.
 
     Position i of rank `(i // interleave) % world_size` becomes
     `i // (interleave * world_size) * interleave + i % interleave`. The order of positions does not change.
