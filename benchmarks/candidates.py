@@ -154,7 +154,7 @@ def ways(rng: random.Random, p: Problem) -> Iterator[Way]:
 
     if quantized:
         at_once = gpu.clusters_at_once(fp8_sm90.cluster_kernel())
-        for heads in fp8_sm90.widths(h):
+        for heads in fp8_sm90.cta_heads(h):
             work = items(heads)
             yield "fp8_sm90", Whole(heads)
             if work * tiles > 8:

@@ -97,7 +97,7 @@ def way_of(text: str) -> tuple[str, Division]:
 def as_now(problem: Problem | DenseProblem, way: tuple[str, Division], us: float) -> tuple[tuple[str, Division], float]:
     """A candidate of a record that was made when `fp8_sm90` had 32 heads a CTA also for queries with up to 16."""
     kernel, of = way
-    least = fp8_sm90.widths(problem.heads)[0]
+    least = fp8_sm90.cta_heads(problem.heads)[0]
     if kernel != "fp8_sm90" or getattr(of, "heads", least) <= least or least >= fp8_sm90.TIMED_HEADS:
         return way, us
     return (kernel, of._replace(heads=least)), fp8_sm90.OF_FEWER * us  # type: ignore[attr-defined]

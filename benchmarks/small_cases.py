@@ -221,7 +221,7 @@ def decode_case(
     for splits in SPLITS.get(kernel, (1, 3)):
         result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=splits, **named, **gpu_second)
         compare_attention(f"decode {' '.join(named.values())} h {h} {kernel} splits {splits}", result, expected)
-    for division in divisions_of(fp8_sm90.widths(h)[-1]) if other is not None and kernel == "fp8_sm90" else ():
+    for division in divisions_of(fp8_sm90.cta_heads(h)[-1]) if other is not None and kernel == "fp8_sm90" else ():
         with cupy_mla.forced(division=division):
             result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, **named, **gpu_second)
         compare_attention(f"decode {' '.join(named.values())} h {h} {kernel} {division}", result, expected)
@@ -355,7 +355,7 @@ def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> No
     over all CTAs by one plan for three calls, in teams of CTAs, and splits taken in turn."""
     decode, length, expected = short_lists(rng, layout, h)
     os.environ[VARIABLE] = "fp8_sm90"
-    heads, schedule = fp8_sm90.widths(h)[-1], cupy_mla.get_mla_metadata()[0]
+    heads, schedule = fp8_sm90.cta_heads(h)[-1], cupy_mla.get_mla_metadata()[0]
 
     def planned() -> tuple:
         q, cache, indices, scale = decode

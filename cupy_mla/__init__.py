@@ -56,7 +56,7 @@ from .ops.training import *
 
 
 def _graph_operation(name: str) -> _Callable[..., _Any]:
-    """What an operation becomes in a graph of torch.compile, which is there when this is called."""
+    """The custom op of an operation, for a graph of torch.compile. torch is imported when this is called."""
     from .integrations.torch_ops import TRACED
 
     return TRACED[name]

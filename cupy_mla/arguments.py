@@ -1,6 +1,7 @@
-"""The arguments of operations that have many, as one value: made once by `ops`, taken by both twins.
+"""The arguments of operations with many arguments, as one value. `ops` makes it, and both twins take it.
 
-A field is an `Array` for a launcher, and a NumPy view of the same memory for the reference (`Place.call`).
+An array is an `Array` for a launcher, and a NumPy view of the same memory for the reference (`Place.call`). Shapes and
+dtypes that are not given here are those of the operation's docstring.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ Operand: TypeAlias = Any  # an `Array`, or a NumPy view
 
 
 class QuantizeQ(NamedTuple):
-    """Of `quantize_indexer_q` and `quantize_indexer_q_mxfp4`, which have them under the same names.
+    """The arguments of `quantize_indexer_q` and `quantize_indexer_q_mxfp4`, under the same names.
 
     Attributes:
         scale_format: "fp32", "ue8m0" or "mxfp4".
-        codes, w: the results; codes are e4m3, or with `scales` e2m1.
-        scales: a result as well, or None.
+        codes, w: results; codes are e4m3, or with `scales` e2m1.
+        scales: a result, or None.
     """
 
     q: Operand
@@ -34,7 +35,7 @@ class QuantizeQ(NamedTuple):
 
 
 class RaggedKeys(NamedTuple):
-    """Queries of the indexer, and keys in rows, of which each query sees a range.
+    """Queries of the indexer, and keys in rows. Each query sees a range of them.
 
     Attributes:
         q8: [M, H, 128] e4m3 queries.
@@ -53,7 +54,7 @@ class RaggedKeys(NamedTuple):
 
 
 class PagedKeys(NamedTuple):
-    """Queries of the indexer, and requests' keys in a paged cache.
+    """Queries of the indexer, and the keys of their requests in a paged cache.
 
     Attributes:
         q8: [B, n, H, 128] e4m3 queries.
@@ -61,7 +62,7 @@ class PagedKeys(NamedTuple):
         w: [B * n, H] float32 weights of the heads.
         lens: [B] or [B, n] int32 keys that a request's query tokens see.
         table: [B, width] int32 blocks of each request.
-        schedule: [shares, 32] int32, how a launcher deals out the keys; it changes no result.
+        schedule: [shares, 32] int32 how the kernel divides the keys over CTAs, or None. It changes no result.
     """
 
     q8: Operand
@@ -98,10 +99,10 @@ class Selection(NamedTuple):
     """What is chosen for each query, and where it is written.
 
     Attributes:
-        k: rows of each query.
-        max_workspace_bytes: most memory that logits take.
-        out: [queries, k] int32, is written.
-        blocks: [queries, C] int32, is given candidate blocks; None: nobody asks.
+        k: rows that a query chooses.
+        max_workspace_bytes: limit of the memory for logits.
+        out: [queries, k] int32, the result.
+        blocks: [queries, C] int32, a result: candidate blocks; None: they are not asked for.
     """
 
     k: int
@@ -111,11 +112,7 @@ class Selection(NamedTuple):
 
 
 class PooledKeys(NamedTuple):
-    """Of `kpool_compress`, which has them under the same names.
-
-    Attributes:
-        out: the result.
-    """
+    """The arguments of `kpool_compress`, under the same names, and the result `out`."""
 
     k: Operand
     gate: Operand
@@ -128,11 +125,7 @@ class PooledKeys(NamedTuple):
 
 
 class SwaWindows(NamedTuple):
-    """Of `compute_swa_indices_and_lens`, which has them under the same names.
-
-    Attributes:
-        out, lens: the results.
-    """
+    """The arguments of `compute_swa_indices_and_lens`, under the same names, and the results `out` and `lens`."""
 
     query_start_loc: Operand
     seq_lens: Operand
@@ -149,13 +142,13 @@ class SwaWindows(NamedTuple):
 
 
 class CombinedLists(NamedTuple):
-    """Of `combine_topk_swa_indices`.
+    """The arguments of `combine_topk_swa_indices`.
 
     Attributes:
-        rows, compressed_rows: of a request in the workspace; M and N there.
+        rows, compressed_rows: all rows and compressed rows of a request in the workspace; its M and N.
         left_visible, right_visible: [T] int32, or None.
         most: entries that a window may have.
-        out, lens: the results.
+        out, lens: results.
     """
 
     topk_indices: Operand
@@ -175,11 +168,11 @@ class CombinedLists(NamedTuple):
 
 
 class CompressedSlots(NamedTuple):
-    """Of `get_compressed_slot_mapping`, which has most of them under the same names.
+    """The arguments of `get_compressed_slot_mapping`, most of them under the same names.
 
     Attributes:
         slot_mapping: [at least num_tokens] int64, or None.
-        world_size, rank, interleave: the ranks that share the rows out, and which of them this is.
+        world_size, rank, interleave: the number of ranks, this rank, and how many consecutive rows go to one rank.
         out: the result.
     """
 
@@ -197,7 +190,7 @@ class CompressedSlots(NamedTuple):
 
 
 class C128aLists(NamedTuple):
-    """Of `build_c128a_topk_metadata`, which has them under the same names."""
+    """The arguments of `build_c128a_topk_metadata`, under the same names."""
 
     positions: Operand
     compress_ratio: int
@@ -213,13 +206,14 @@ class C128aLists(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """Of `convert_req_index_to_global_index` and its relatives, which have the first seven under the same names.
+    """The arguments of `convert_req_index_to_global_index` and of operations like it. The first seven have the same
+    names.
 
     Attributes:
         block_stride_rows: rows from a block's first row to the next block's; None: `block_size`.
-        valid_counts: [T] int32, how many entries of each row are not -1; None: nobody asks.
-        ends: [T] int32, the place behind each row's last entry that is not -1; None: nobody asks.
-        is_valid_token: [T] bool; tokens that are not valid count 0. None: all are.
+        valid_counts: [T] int32, a result: how many entries of each row are not -1; None: it is not asked for.
+        ends: [T] int32, a result: the place behind each row's last entry that is not -1; None: it is not asked for.
+        is_valid_token: [T] bool; a token that is not valid has a count of 0. None: all are valid.
     """
 
     req_id: Operand
@@ -236,14 +230,14 @@ class Conversion(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Of `sparse_prefill`: shapes and dtypes are those of `cupy_mla.sparse_prefill`, without axes of length 1.
+    """The arguments of `sparse_prefill`, in its shapes without axes of length 1.
 
     Attributes:
         layout: of the rows.
-        q_scale, k_scale: what an e4m3 q and rows of layout PLAIN_FP8 are multiplied by: a float, or one float32.
+        q_scale, k_scale: factors on an e4m3 q and on rows of layout PLAIN_FP8: a float, or an array of one float32.
         sink: [h_q], or None.
         length: [s_q], or None.
-        out, max_logits, lse: are written.
+        out, max_logits, lse: results.
     """
 
     layout: Layout
@@ -261,17 +255,17 @@ class Prefill(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Of `sparse_decode`: shapes and dtypes are those of `cupy_mla.sparse_decode`, without axes of length 1.
+    """The arguments of `sparse_decode`, in its shapes without axes of length 1.
 
     Attributes:
         layout: of the cache.
-        q_scale, k_scale: what an e4m3 q and rows of layout PLAIN_FP8 are multiplied by: a float, or one float32.
+        q_scale, k_scale: factors on an e4m3 q and on rows of layout PLAIN_FP8: a float, or an array of one float32.
         sink: [h_q], or None.
-        length: [b], of the main lists, or None.
-        extra, extra_indices, extra_length: of the second cache, or None.
-        extra_layout: of the second cache, where it is another than the first's; else None.
+        length: [b] lengths of the main lists, or None.
+        extra, extra_indices, extra_length: the extra cache, its lists and their lengths, or None.
+        extra_layout: of the extra cache where it differs from `layout`; else None.
         num_splits: splits of each query's rows; None: to be chosen.
-        out, lse: are written; None until `ops` has checked all else.
+        out, lse: results.
     """
 
     layout: Layout
@@ -293,14 +287,14 @@ class Decode(NamedTuple):
 
 
 class PrefillBackward(NamedTuple):
-    """Of `sparse_prefill_backward`: shapes and dtypes are those of `cupy_mla.sparse_prefill_backward`, but kv
-    [s_kv, d_qk] and indices [s_q, topk].
+    """The arguments of `sparse_prefill_backward`, in its shapes, but kv [s_kv, d_qk] and indices [s_q, topk].
 
     Attributes:
-        sink: [h_q], or None. length: [s_q], or None.
+        sink: [h_q], or None.
+        length: [s_q], or None.
         d_lse: [s_q, h_q], or None.
         accumulate: add to what dkv holds.
-        dq, dkv, d_sink: are written; d_sink is None without a sink.
+        dq, dkv, d_sink: results; d_sink is None without a sink.
     """
 
     q: Operand
@@ -321,15 +315,15 @@ class PrefillBackward(NamedTuple):
 
 
 class DenseDecode(NamedTuple):
-    """Of `dense_decode`: shapes and dtypes are those of `cupy_mla.dense_decode`, without axes of length 1.
+    """The arguments of `dense_decode`, in its shapes without axes of length 1.
 
     Attributes:
         layout: of the cache.
-        q_scale, k_scale: what an e4m3 q and rows of layout PLAIN_FP8 are multiplied by: a float, or one float32.
-        window: rows that a query sees at most, the last ones; 0: all.
+        q_scale, k_scale: factors on an e4m3 q and on rows of layout PLAIN_FP8: a float, or an array of one float32.
+        window: a query sees at most so many rows, the last ones; 0: all.
         sink: [h_q], or None.
         num_splits: splits of each request's rows; None: to be chosen.
-        out, lse: are written.
+        out, lse: results.
     """
 
     layout: Layout
@@ -349,14 +343,14 @@ class DenseDecode(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Of `attention_target`, `dense_attention_target` and `dense_lse`: shapes and dtypes are those of these functions,
-    but kv [s_kv, d_qk] and indices [s_q, topk].
+    """The arguments of `attention_target`, `dense_attention_target` and `dense_lse`, in their shapes, but kv [s_kv,
+    d_qk] and indices [s_q, topk].
 
     Attributes:
-        lse: [s_q, h_q], or None: it is what is asked for.
+        lse: [s_q, h_q]; None for `dense_lse`, which computes it.
         indices, length, starts, ends: lists [s_q, topk], and their lengths [s_q] or None; or the ranges of rows [s_q].
         sink: [h_q], or None.
-        out: is written.
+        out: the result.
     """
 
     q: Operand
@@ -372,7 +366,7 @@ class Target(NamedTuple):
 
 
 class IndexerLoss(NamedTuple):
-    """Of `indexer_loss` and `dense_indexer_loss`: shapes and dtypes are those of these, but indices [T, topk].
+    """Arguments of `indexer_loss` and `dense_indexer_loss`, in their shapes and dtypes, but indices is [T, topk].
 
     Attributes:
         indices, length, starts, ends: lists [T, topk], and their lengths [T] or None; or the ranges of keys [T].

@@ -1,7 +1,7 @@
-"""What an array is to us: pointer, shape, strides, dtype, and the library and device it belongs to.
+"""The description of an array: address, shape, strides, dtype, and the library and device that it belongs to.
 
-`bridges.describe` makes an `Array` of a NumPy, CuPy or torch array; the operations check it by the methods here. Inside
-a call on a GPU (`cupy_mla.calls`) its address is a `cuda.program.Pointer`, since later calls have other addresses.
+`bridges.describe` makes an `Array` of a NumPy, CuPy or torch array. The operations check it by the methods here. Inside
+a call on a GPU (`cupy_mla.calls`) its address is a `cuda.program.Pointer`, because later calls have other addresses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from .dtypes import UINT8
 
 HOST = -1  # the device number of host memory
-MOST_WORK = 10**6  # steps, a fraction of a second, to find an item that two arrays share
+MOST_WORK = 10**6  # steps to find an item that two arrays share: a fraction of a second
 CHECK_VARIABLE = "CUPY_MLA_CHECK"
 
 
@@ -33,7 +33,7 @@ def _asked_by_environment() -> bool:
         raise ValueError(f"{CHECK_VARIABLE} must be 1, true, yes, on, or 0, false, no, off, got {given!r}") from None
 
 
-CHECK_VALUES = _asked_by_environment()  # whether calls look at what index arrays and lengths hold
+CHECK_VALUES = _asked_by_environment()  # whether calls check the values of index arrays and lengths
 
 
 class set_checks:
@@ -43,10 +43,11 @@ class set_checks:
         with cupy_mla.set_checks(True):
             ...
 
-    They are off at first, or as the environment variable `CUPY_MLA_CHECK` says (1, true, yes, on; 0, false, no, off).
-    On, every call of every thread also looks at the values of slots, index lists, block tables and lengths, and raises
-    `IndexError` for one out of range and `ValueError` for two tokens in one slot or requests in the same rows. That
-    reads them back, so calls on a GPU wait for it, and none may be captured in a CUDA graph.
+    They are off at first, unless the environment variable `CUPY_MLA_CHECK` turns them on (1, true, yes, on; 0, false,
+    no, off). When they are on, every call of every thread also checks the values of slots, index lists, block tables
+    and lengths. It raises `IndexError` for a value out of range, and `ValueError` for two tokens in one slot or two
+    requests in the same rows. To read the values back, calls on a GPU wait for it, and none can be captured in a CUDA
+    graph.
 
     Args:
         on: whether values are checked.
@@ -74,15 +75,15 @@ class Array:
     """One argument of a call.
 
     Attributes:
-        name: the parameter's, for errors.
+        name: the parameter's name, for error messages.
         obj: the caller's array.
-        place: the library and the device it belongs to, a `bridges.Place`.
-        dtype: as NumPy has it.
+        place: the library and the device that it belongs to, a `bridges.Place`.
+        dtype: NumPy's dtype.
         shape: lengths of the axes.
-        strides: from item to item along each axis, in items, not bytes.
+        strides: from item to item along each axis, in items and not in bytes.
         ptr: address of the first item.
         written: whether the call writes it.
-        may_be: the input that an output may be, and is then written in place.
+        may_be: the input that the caller may give as this output, to have it overwritten.
         read: whether the call looked at its value (`float(array)`).
         wants_gradient: whether autograd follows it.
     """
@@ -131,7 +132,7 @@ class Array:
 
     @property
     def library(self) -> Any:
-        """What the package knows of the array's library."""
+        """The array's `bridges.Library`."""
         return self.place.library
 
     def __float__(self) -> float:
@@ -153,9 +154,10 @@ class Array:
         A shape entry is a length, several allowed lengths, or a name for a length that may be anything.
 
         Raises:
-            TypeError: wrong dtype. ValueError: wrong shape or a last axis with gaps. Both name the argument.
+            TypeError: wrong dtype.
+            ValueError: wrong shape, or a last axis with gaps. Both name the argument.
         """
-        # NumPy takes long to compare a dtype with a tuple.
+        # The identity is compared first: to compare a dtype with a tuple takes NumPy long.
         if self.dtype is not dtype and self.dtype not in (dtype if isinstance(dtype, tuple) else (dtype,)):
             wanted = " or ".join(d.name for d in dtype) if isinstance(dtype, tuple) else np.dtype(dtype).name
             raise TypeError(f"{self.name}: expected dtype {wanted}, got {self.dtype.name}")
@@ -175,7 +177,7 @@ class Array:
         return self
 
     def require_writable(self) -> Array:
-        """Check that a result can be written here: no read-only memory, no two items in one place; returns itself."""
+        """Check that the array can be written: its memory is not read-only, no items overlap; returns itself."""
         self.written = True
         if not self.library.writable(self.obj):
             raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
@@ -190,7 +192,8 @@ class Array:
         return self
 
     def require_apart(self, other: Array) -> None:
-        """Check that what is written here is no part of another array, but for one that this may be."""
+        """Check that this array, which is written, does not overlap another one. It may be exactly the one of
+        `may_be`."""
         same = self.ptr == other.ptr and self.strides == other.strides and self.shape == other.shape
         if self._meets(other) and not (same and self.may_be is not None and self.may_be.name == other.name):
             raise ValueError(f"{self.name}: overlaps {other.name} in memory, which would be read after it is written")
@@ -217,7 +220,7 @@ class Array:
         return start * size, end * size
 
     def _as_numpy(self) -> np.ndarray:
-        """An array of the same addresses, which need not be the host's: nothing may be read from it."""
+        """A NumPy array with the same addresses. They may be those of a GPU, so nothing may be read from it."""
         size = self.dtype.itemsize
         interface = {
             "data": (self.ptr, True),
@@ -229,7 +232,7 @@ class Array:
         return np.asarray(SimpleNamespace(__array_interface__=interface))
 
     def require_no_gradient(self) -> Array:
-        """Check that autograd does not follow this array, for the call has no backward; returns itself."""
+        """Check that autograd does not follow this array, because the call has no backward; returns itself."""
         if self.wants_gradient:
             raise RuntimeError(
                 f"{self.name} requires a gradient, and this call has no backward: "
@@ -247,7 +250,7 @@ class Array:
         return self
 
     def reinterpreted(self, dtype: np.dtype) -> Array:
-        """Take the bytes of the last axis, as many as an item of `dtype` has, for that item; returns itself."""
+        """Take the last axis of bytes, as many as an item of `dtype` has, as one such item; returns itself."""
         size = dtype.itemsize
         self.require(UINT8, *("any",) * (len(self.shape) - 1), size)
         if not self.aligned(size):
@@ -277,7 +280,7 @@ class Array:
 
 
 def arrays_in(arguments: Iterable[Any]) -> list[Array]:
-    """The arrays among the arguments of a call, and in tuples that are arguments."""
+    """The arrays among the arguments of a call, and in those arguments that are tuples."""
     flat = arguments = [*arguments]
     if True in map(isinstance, arguments, repeat(tuple)):
         flat = []
@@ -287,7 +290,7 @@ def arrays_in(arguments: Iterable[Any]) -> list[Array]:
 
 
 def with_arrays(arguments: tuple[Any, ...], to: Callable[[Array], Any]) -> tuple[Any, ...]:
-    """The arguments of a call, those in named tuples too, with `to(array)` in the place of each array."""
+    """The arguments of a call with `to(array)` in the place of each array, also within named tuples."""
     return tuple(
         to(a) if isinstance(a, Array) else type(a)(*with_arrays(a, to)) if hasattr(a, "_fields") else a
         for a in arguments
@@ -295,7 +298,8 @@ def with_arrays(arguments: tuple[Any, ...], to: Callable[[Array], Any]) -> tuple
 
 
 def _is_apart(axes: Iterable[tuple[int, int]]) -> bool:
-    """Whether every step along an axis, given as stride and length, leads beyond all axes before it."""
+    """Whether no items overlap: a step along each axis, (stride, length), leads beyond all items of the axes before
+    it."""
     reach = 1
     for stride, length in axes:
         if length > 1:

@@ -1,11 +1,12 @@
 """The only module that knows NumPy, CuPy and torch apart.
 
-Three things live here. The *bridges* (`to_numpy`, `to_cupy`, `to_torch`) hand an array from one library to another
-through DLPack. A `Library` says what the package needs of one of the three: how to describe an array of it, to
-allocate one, to find the caller's current stream. A `Place` is a library and a device; `bind` looks at the arguments of
-one call, makes sure that they are all in one place, and describes each as an `Array`.
+- The *bridges* `to_numpy`, `to_cupy` and `to_torch` hand an array from one library to another through DLPack.
+- A `Library` does what the package needs of one of the three: describe an array, allocate one, find the caller's
+  current stream.
+- A `Place` is a library and a device. `bind` checks that the arguments of a call are all in one place, and describes
+  each as an `Array`.
 
-Neither CuPy nor torch is imported here unless the caller's arrays are theirs or a bridge to them is asked for.
+CuPy and torch are imported only if the caller's arrays are theirs, or a bridge to them is called.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .typing import AnyArray, LibraryName
 if TYPE_CHECKING:
     import torch
 
+# Dtypes under which torch and CuPy hand over, as plain integers, what one of the libraries does not know.
 _NARROW: dict[np.dtype, np.dtype] = {
     BFLOAT16: np.dtype(np.int16),
     E4M3: UINT8,
@@ -44,14 +46,14 @@ Shape = tuple[int, ...]
 Comparison = Callable[[Sequence[Any]], list[int] | None]  # of `Library.comparison`
 
 
-# Made once: to find the names takes longer than to use them.
+# Made once: to look up the libraries' functions takes longer than to call them.
 _cupy_maker, _torch_maker = cache(private.cupy_empty), cache(private.torch_empty)
 _torch_stream_reader = cache(private.torch_stream_reader)
 
-# What is read of many arrays at a time, without a frame of Python's for each.
+# Attributes that are read of many arrays by `map`: no Python function is called for each.
 _NAME, _PLACE, _WRITTEN = map(attrgetter, ("name", "place", "written"))
 _DTYPE, _SHAPE, _STRIDES = map(attrgetter, ("dtype", "shape", "strides"))
-_TORCH_FACTS, _WANTING = attrgetter("dtype", "device", "layout", "shape"), attrgetter("requires_grad")
+_TORCH_FACTS, _REQUIRES_GRAD = attrgetter("dtype", "device", "layout", "shape"), attrgetter("requires_grad")
 _CUPY_FACTS = attrgetter("dtype", "data.device_id", "shape", "strides")
 _CUPY_DEVICE, _CUPY_ADDRESS = attrgetter("data.device_id"), attrgetter("data.ptr")
 
@@ -80,34 +82,36 @@ class Library(ABC):
     def described(
         self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Sequence[Any]
     ) -> list[Array] | None:
-        """As `describe`, of a call's arrays on a GPU whose `facts` were read, at once; None where that cannot be.
+        """The descriptions of a call's arrays on a GPU, made of their `facts`. None if `describe` must do it, which may
+        raise an error.
 
         Args:
-            place, pointers: of the descriptions.
+            place, pointers: the place and the addresses of the descriptions.
         """
         return None
 
     def facts(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        """All that a call depends on of its arrays on a GPU, but for their classes and addresses.
+        """What a call depends on of its arrays on a GPU, beside their classes and addresses: a part of its key.
 
         Raises:
-            RuntimeError: one has no strides, as a sparse tensor.
+            RuntimeError: an array has no strides, for instance a sparse tensor.
         """
         raise self._no_gpu()
 
     def addresses(self, arrays: Sequence[Any]) -> list[int]:
-        """Where arrays on a GPU begin.
+        """The addresses of arrays on a GPU.
 
         Raises:
-            RuntimeError: one has no memory of its own.
+            RuntimeError: an array has no memory of its own.
         """
         raise self._no_gpu()
 
     def comparison(self, arrays: Sequence[Any], alignment: int) -> Comparison | None:
-        """A function of a call's arrays. It tells their addresses where they have the classes and facts of these arrays
-        and the addresses are multiples of `alignment`, a power of two, and None for others.
+        """A function that compares the arrays of other calls with these.
 
-        None where that is not faster than to compare keys.
+        It returns their addresses, if they have the same classes and facts, and all addresses are multiples of
+        `alignment`, a power of two; else None. There is no such function (None) where it would not be faster than to
+        compare keys.
         """
         return None
 
@@ -152,27 +156,29 @@ class Library(ABC):
         """Each item so many times along an axis: a new array."""
 
     def native_dtype(self, dtype: np.dtype) -> Any:
-        """What the library itself calls a dtype."""
+        """The library's own dtype for one of NumPy's."""
         return dtype
 
     def to_device(self, device: int) -> AbstractContextManager[Any]:
-        """Makes a GPU the current device for a while."""
+        """A context in which a GPU is the current device."""
         raise self._no_gpu()
 
     def stream_reader(self, device: int) -> Callable[[], int]:
-        """Tells, at any time, the handle of the caller's current stream of a GPU."""
+        """A function that returns the handle of the caller's current stream of a GPU."""
         raise self._no_gpu()
 
     def maker(self) -> Callable[..., Any]:
-        """Makes arrays on the current GPU: of shape, strides and native dtype, or of shape, native dtype, memory."""
+        """A function that makes arrays on the current GPU: torch's of shape, strides and native dtype; CuPy's of shape,
+        native dtype and, if given, memory."""
         raise self._no_gpu()
 
     def result_maker(self, results: Sequence[Array]) -> Callable[[], tuple[list[Any], list[int]]]:
-        """Makes the results of a call on the current GPU, which are so described, and their addresses."""
+        """A function that allocates results of these descriptions on the current GPU. It returns them and their
+        addresses."""
         raise self._no_gpu()
 
     def scratch_allocator(self) -> Callable[[int], tuple[int, Any]]:
-        """Allocates bytes on the current GPU; the address, and what holds them."""
+        """A function that allocates bytes on the current GPU; it returns the address, and the owner of the memory."""
         raise self._no_gpu()
 
     def _no_gpu(self) -> TypeError:
@@ -196,7 +202,7 @@ class NumPyLibrary(Library):
         return obj.flags.writeable
 
     def host_view(self, obj: Any, dtype: np.dtype) -> np.ndarray:
-        return np.asarray(obj)  # a subclass, as np.matrix, behaves otherwise
+        return np.asarray(obj)  # subclasses such as np.matrix behave differently
 
     def widened(self, obj: Any) -> Any:
         return obj.view(E4M3).astype(np.float32)
@@ -258,7 +264,7 @@ class CuPyLibrary(Library):
         return sys.modules["cupy"].cuda.runtime.getDeviceCount()
 
     def widened(self, obj: Any) -> Any:
-        with self.to_device(obj.data.device_id):  # CuPy has no fp8
+        with self.to_device(obj.data.device_id):  # CuPy has no fp8: a table has the number of each byte
             return sys.modules["cupy"].asarray(np.arange(256, dtype=UINT8).view(E4M3).astype(np.float32))[obj]
 
     def rounded(self, obj: Any) -> Any:
@@ -269,7 +275,7 @@ class CuPyLibrary(Library):
 
     def native_dtype(self, dtype: np.dtype) -> Any:
         dtype = UINT8 if dtype == E4M3 else dtype
-        return dtype.char if dtype.isbuiltin == 1 else dtype  # the character is found faster
+        return dtype.char if dtype.isbuiltin == 1 else dtype  # CuPy finds a dtype faster by its character
 
     def to_device(self, device: int) -> AbstractContextManager[Any]:
         return sys.modules["cupy"].cuda.Device(device)
@@ -282,7 +288,7 @@ class CuPyLibrary(Library):
         return _cupy_maker()
 
     def result_maker(self, results: Sequence[Array]) -> Callable[[], tuple[list[Any], list[int]]]:
-        """They share one allocation, which takes the host less time than one for each."""
+        """All results share one allocation, which takes less host time than one for each."""
         allocate, make = sys.modules["cupy"].cuda.alloc, self.maker()
         made: list[tuple[Shape, Any, int]] = []
         end = 0
@@ -317,9 +323,9 @@ class TorchLibrary(Library):
     def facts(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         torch = sys.modules["torch"]
         strides, negative = tuple(map(torch.Tensor.stride, arrays)), tuple(map(torch.Tensor.is_neg, arrays))
-        wanting = tuple(map(_WANTING, arrays))
-        wants = wanting if True in wanting and torch.is_grad_enabled() else ()
-        return tuple(map(_TORCH_FACTS, arrays)), strides, negative, wants
+        required = tuple(map(_REQUIRES_GRAD, arrays))
+        gradients = required if True in required and torch.is_grad_enabled() else ()
+        return tuple(map(_TORCH_FACTS, arrays)), strides, negative, gradients
 
     def addresses(self, arrays: Sequence[Any]) -> list[int]:
         return [*map(sys.modules["torch"].Tensor.data_ptr, arrays)]
@@ -327,11 +333,11 @@ class TorchLibrary(Library):
     def described(
         self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Sequence[Any]
     ) -> list[Array] | None:
-        torch, (read, strides, negative, wants) = sys.modules["torch"], facts
-        of_torch, devices, layouts, shapes = zip(*read, strict=True)
-        dtypes = [*map(_torch_dtypes()[0].get, of_torch)]
+        torch, (read, strides, negative, gradients) = sys.modules["torch"], facts
+        torch_dtypes, devices, layouts, shapes = zip(*read, strict=True)
+        dtypes = [*map(_torch_dtypes()[0].get, torch_dtypes)]
         plain = None not in dtypes and {*layouts} == {torch.strided} and len({*devices}) == 1
-        if not plain or wants or True in negative or True in map(torch.Tensor.is_conj, arrays):
+        if not plain or gradients or True in negative or True in map(torch.Tensor.is_conj, arrays):
             return None
         return [*map(Array, names, arrays, repeat(place), dtypes, map(tuple, shapes), strides, pointers)]
 
@@ -362,23 +368,23 @@ class TorchLibrary(Library):
         return array
 
     def comparison(self, arrays: Sequence[Any], alignment: int) -> Comparison | None:
-        alike = private.torch_guards(arrays)
-        if alike is None:
+        guards = private.torch_guards(arrays)
+        if guards is None:
             return None
-        torch, wanting = sys.modules["torch"], True in map(_WANTING, arrays)
+        torch, gradients = sys.modules["torch"], True in map(_REQUIRES_GRAD, arrays)
 
         def addresses_of(tensors: Sequence[Any]) -> list[int] | None:
             addresses, bits = [], 0
-            for tensor in tensors:  # with plain loops a call of a known size takes less time than with map
-                if tensor.is_nested:  # guards ask for strides, which it has not, and that ends the process
+            for tensor in tensors:  # in calls of known sizes a plain loop is faster than `map`
+                if tensor.is_nested:  # it has no strides: the guards, which ask for them, would end the process
                     return None
                 try:
                     address = tensor.data_ptr()
-                except RuntimeError:  # it has no memory of its own, as under torch.vmap
+                except RuntimeError:  # no memory of its own, for instance under torch.vmap
                     return None
                 addresses.append(address)
                 bits |= address
-            if bits % alignment or not alike(*tensors) or (wanting and torch.is_grad_enabled()):
+            if bits % alignment or not guards(*tensors) or (gradients and torch.is_grad_enabled()):
                 return None
             return addresses
 
@@ -486,19 +492,19 @@ def as_dtype(dtype: Any) -> np.dtype:
         found = np.dtype(dtype)
     except (KeyError, TypeError, ValueError):
         found = None
-    if dtype is None or found is None or found.itemsize == 0:  # None would be float64
+    if dtype is None or found is None or found.itemsize == 0:  # to NumPy, None means float64
         raise TypeError(f"dtype: expected one that NumPy or torch has, got {shown(dtype)}")
     return found
 
 
 def library_of(array: Any) -> Library | None:
-    """The library `array` belongs to; None when it is no array of any."""
+    """The library that `array` is of; None: it is no array."""
     return library_of_class(type(array))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1024)
 def library_of_class(cls: Any) -> Library | None:
-    """The library whose arrays are of this class; None where they are of none."""
+    """The library whose arrays have this class; None: there is none."""
     if issubclass(cls, np.ndarray):
         return LIBRARIES["numpy"]
     torch = sys.modules.get("torch")
@@ -514,7 +520,7 @@ def _no_array(obj: Any) -> str:
     return f"expected a NumPy, CuPy or torch array, got {type(obj).__module__}.{type(obj).__qualname__}"
 
 
-# What brings the libraries for a GPU. The package itself is installed from its checkout.
+# How to install the libraries for a GPU.
 INSTALL = "in a checkout of cupy_mla, pip install '.[cuda12]' (driver for CUDA 12) or '.[cuda13]' (for CUDA 13)"
 
 
@@ -641,7 +647,7 @@ class Place(_Place):
         return array
 
     def optional(self, **arguments: Any) -> list[Array | None]:
-        """Describe the arguments that a call may leave out, as `bind` does the others; None stays None."""
+        """Describe arguments that a call may leave out, as `bind` does the others. None stays None."""
         return [None if value is None else self.admit(describe(name, value)) for name, value in arguments.items()]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -675,7 +681,7 @@ class Place(_Place):
         """The caller's output array, checked, or a new one where none was given.
 
         Args:
-            may_be: the input that it may be, and is then written in place.
+            may_be: the input that the caller may give as this output, to have it overwritten.
         """
         if given is None:
             return self.new(name, shape, dtype)
@@ -683,7 +689,7 @@ class Place(_Place):
         return given.require(dtype, *shape).require_writable()
 
     def carve(self, whole: Any, start: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """A view of the bytes from `start` on of a uint8 array of this place, as an array of its own."""
+        """An array of this shape and dtype over the bytes of a uint8 array of this place, from byte `start` on."""
         part = whole[start : start + math.prod(shape) * np.dtype(dtype).itemsize]
         return part.view(self.library.native_dtype(dtype) if self.kind == "torch" else dtype).reshape(shape)
 
@@ -708,7 +714,7 @@ class Place(_Place):
         reference(*with_arrays(arguments, Array.numpy))
 
     def current(self) -> AbstractContextManager[Any]:
-        """Makes this GPU the current device for a while."""
+        """A context in which this GPU is the current device."""
         return self.library.to_device(self.device)
 
     def is_capturing(self) -> bool:
@@ -716,28 +722,28 @@ class Place(_Place):
         return require_cupy("a CUDA array").cuda.runtime.streamIsCapturing(self.stream())
 
     def stream(self) -> int:
-        """Handle of the caller's current CUDA stream: torch's for torch tensors, CuPy's for CuPy arrays."""
+        """The handle of the caller's current CUDA stream: torch's for torch tensors, CuPy's for CuPy arrays."""
         return self.library.stream_reader(self.device)()
 
 
 @cache
 def place_at(kind: LibraryName, device: int) -> Place:
-    """The place of arrays that are there, whose arguments need no check again."""
+    """The `Place` of arrays that exist. It is made and checked once."""
     return Place(kind, device)
 
 
 def require_apart(written: str, a: Any, other: str, b: Any, may_be: bool) -> None:
-    """Check that array `a`, which is written, is no part of array `b`, but for the whole of it where it `may_be`."""
+    """Check that array `a`, which is written, does not overlap array `b`. `may_be`: it may be all of b."""
     described, against = describe(written, a), describe(other, b)
     described.may_be = against if may_be else None
     described.require_apart(against)
 
 
 def describe(name: str, obj: Any) -> Array:
-    """Describe an argument; a description, of a call on a GPU, is taken as it is.
+    """Describe an argument. For a call on a GPU it is a description already, which is returned.
 
     Raises:
-        TypeError, ValueError: it is no array, or one of a kind that no operation takes. Both name the argument.
+        TypeError, ValueError: it is no array, or one that no operation takes. Both name the argument.
     """
     if isinstance(obj, Array):
         obj.name = name

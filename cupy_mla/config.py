@@ -1,4 +1,4 @@
-"""`SparseMLAConfig` and `DenseMLAConfig`: the few numbers of a model and an engine that metadata builders, backends and
+"""`SparseMLAConfig` and `DenseMLAConfig`: the numbers of a model and an engine that metadata builders, backends and
 warming up need."""
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from .checks.options import LARGEST_INT, require_bool, require_choice, require_i
 from .checks.validate import MAX_HEADS
 from .typing import CacheLayout, DenseLayout, ModelKind, PagedLayout
 
-C4A, C128A = 4, 128  # compress ratios of V4: rows chosen by an indexer, and every complete row
-# Compress ratios of the layers of each kind of model, in V4's that of a sliding window alone first; and of those layers
-# whose rows are chosen.
+C4A, C128A = 4, 128  # compress ratios of V4: an indexer chooses rows; all complete rows
+# Compress ratios of the layers of each kind of model; in V4 and V4.1 the first is that of a sliding window alone. And
+# those of the layers whose rows an indexer chooses.
 RATIOS: dict[ModelKind | None, tuple[int, ...]] = {"v32": (1,), "v4": (1, C4A, C128A), "v41": (0, 1, 2)}
 CHOSEN: dict[ModelKind | None, tuple[int, ...]] = {"v32": (1,), "v4": (C4A,), "v41": (1, 2)}
 
 
+# All other integers of a config are positive.
 MAY_BE_0 = ("num_speculative_tokens", "compress_ratio", "mixed_below_heads", "max_image_tokens")
 
 
 def _require_integers(config: Any) -> None:
-    """Check the fields of a config that are integers: those of `MAY_BE_0` may be 0, all others are positive."""
+    """Check the integer fields of a config."""
     for field in fields(config):
         if field.type == "int":
             most = MAX_HEADS if field.name == "num_heads" else None
@@ -37,43 +38,42 @@ def one_of(values: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class SparseMLAConfig:
-    """One sparse MLA layer kind on one rank.
+    """A kind of sparse MLA layers on one rank, and the engine's maxima.
 
     Attributes:
         num_heads: query heads on this rank, 1 to 128.
-        d_qk: row width for Q.K: 576 (V3.2, GLM-5), 512 (V4, V4.1, and models of the V3.2 kind without RoPE).
+        d_qk: row width for Q.K: 576 (V3.2, GLM-5) or 512 (V4, V4.1, and models of the V3.2 kind without RoPE).
         d_v: value width, 512.
-        topk: KV tokens the indexer chooses for each query token; with `kpool` a multiple of it.
-        block_size: tokens a block of the paged cache; with compression a multiple of `compress_ratio`, for a block
-            holds whole rows.
-        cache_layout: "bf16", "v32_fp8", "v4_fp8", "v32_nvfp4" or "v4_nvfp4", and of V4.1 "v41_fp8" or "v41_fp8_split";
-            vLLM's "fp8_ds_mla" is "v32_fp8" or, of V4 and V4.1, "v4_fp8", its "nvfp4_ds_mla" is "v32_nvfp4". Models of
-            the V3.2 kind without RoPE keep rows of 512 in bf16, and in FP8 V3.2's rows with a RoPE part of zeros.
-        max_num_seqs: most requests in a batch.
-        max_num_batched_tokens: most query tokens in a batch.
-        max_model_len: longest sequence, in tokens.
-        num_speculative_tokens: query tokens a decode has beyond its first.
-        compress_ratio: tokens that a row of the compressed cache stands for. What it may be, and what 1 means, the
-            model says: "v32" 1 (no compression); "v4" 1 (a sliding window alone), 4 (C4A) or 128 (C128A); "v41" 0 (a
-            sliding window alone), 1 (C1A: a compressed cache with one row a token) or 2 (C2A).
+        topk: KV tokens that the indexer chooses for each query token; a multiple of `kpool`.
+        block_size: tokens a block of the paged cache; a multiple of `compress_ratio`, because a block holds whole rows.
+        cache_layout: "bf16", "v32_fp8", "v4_fp8", "v32_nvfp4" or "v4_nvfp4"; in V4.1 also "v41_fp8" or "v41_fp8_split".
+            vLLM's "fp8_ds_mla" is "v32_fp8" or, in V4 and V4.1, "v4_fp8"; its "nvfp4_ds_mla" is "v32_nvfp4". Models of
+            the V3.2 kind without RoPE have rows of 512 in bf16, and in FP8 V3.2's rows with a RoPE part of zeros.
+        max_num_seqs: requests in the largest batch.
+        max_num_batched_tokens: query tokens in the largest batch.
+        max_model_len: tokens of the longest sequence.
+        num_speculative_tokens: query tokens of a decode beyond the first.
+        compress_ratio: tokens that a row of the compressed cache stands for. For "v32": 1 (no compression). For "v4":
+            1 (a sliding window alone), 4 (C4A) or 128 (C128A). For "v41": 0 (a sliding window alone), 1 (C1A: a
+            compressed cache with one row a token) or 2 (C2A).
         window: length of the sliding window of V4 and V4.1 layers, in tokens.
-        mixed_below_heads: V3.2 layers over an FP8 cache give whole batches to the decode kernel when the rank has fewer
-            heads than this; with more, prefills go to the prefill kernel over gathered rows.
-        model: kind of the model, "v32", "v4" or "v41"; None becomes "v4" where d_qk is 512, else "v32".
-        max_workspace_bytes: most memory that the indexer's logits take at a time.
-        dense_when_short: of V3.2 layers, whose index lists name every token that a query token sees where these are at
-            most `topk`, as an indexer's do. Decodes of such contexts then attend over all rows, without lists, where
+        mixed_below_heads: with fewer heads than this on the rank, whole batches of V3.2 layers over an FP8 cache run as
+            `sparse_decode`. With more, their prefills run as `sparse_prefill` over gathered rows.
+        model: kind of the model, "v32", "v4" or "v41"; None becomes "v4" if d_qk is 512, else "v32".
+        max_workspace_bytes: limit of the memory for the indexer's logits.
+        dense_when_short: for V3.2 layers whose index lists name every token that a query token sees if these are at
+            most `topk`, as an indexer's lists do. Decodes of such contexts then attend over all rows, without lists, if
             that is faster: see `SparseMLAMetadata.dense_decodes`.
-        max_image_tokens: tokens of the longest image, of V4.1 models that see images: these tokens see one another in
-            both directions, which widens the sliding window's lists by so many.
-        kpool: tokens that a key of the indexer stands for, of V3.2 layers whose indexer chooses pools of tokens
-            (GLM-5.3-Flash); a query token also attends the tokens of its sequence that make no whole pool.
-        compressed_layout: layout of the compressed caches of V4.1, "v41_fp4" or "v41_fp4_split" beside `cache_layout`
-            "v41_fp8", "v41_fp4_split" beside "v41_fp8_split"; None: as `cache_layout`.
+        max_image_tokens: tokens of the largest image, for V4.1 models that see images. Tokens of an image see one
+            another in both directions, which makes the sliding window's lists longer by so many.
+        kpool: tokens that a key of the indexer stands for, for V3.2 layers whose indexer chooses pools of tokens
+            (GLM-5.3-Flash). A query token also attends over the tokens of its sequence that make no whole pool.
+        compressed_layout: layout of V4.1's compressed caches: "v41_fp4" or "v41_fp4_split" beside `cache_layout`
+            "v41_fp8", "v41_fp4_split" beside "v41_fp8_split"; None: that of `cache_layout`.
 
     Raises:
-        TypeError, ValueError: a field is of another type or out of its range, or no model has such layers; the message
-            names it.
+        TypeError, ValueError: a field has another type or is out of its range, or no model has such layers. The message
+            names the field.
     """
 
     num_heads: int
@@ -145,12 +145,12 @@ class SparseMLAConfig:
 
     @property
     def layout(self) -> layouts.Layout:
-        """The cache layout as data."""
+        """The `Layout` of the cache."""
         return layouts.of_model(self.cache_layout, self.d_qk, self.is_v4)
 
     @property
     def layout_of_compressed(self) -> layouts.Layout:
-        """The layout of compressed caches as data."""
+        """The `Layout` of the compressed cache."""
         name = self.compressed_layout
         return self.layout if name in (None, self.cache_layout) else layouts.by_name(cast(str, name), self.d_qk)
 
@@ -161,18 +161,19 @@ class SparseMLAConfig:
 
     @property
     def has_compressed_rows(self) -> bool:
-        """True for layers that attend a compressed cache beside their sliding window."""
+        """True for layers that attend over a compressed cache beside their sliding window."""
         return self.compress_ratio > RATIOS[self.model][0]
 
     @property
     def has_topk(self) -> bool:
-        """True for layers whose rows are chosen, by their own indexer or by another layer's: all of V3.2's kind, C4A of
-        V4, C1A and C2A of V4.1."""
+        """True for layers whose rows an indexer chooses, their own or another layer's: all of V3.2's kind, C4A of V4,
+        C1A and C2A of V4.1."""
         return self.compress_ratio in CHOSEN[self.model]
 
     @property
     def topk_width(self) -> int:
-        """Entries of a query token's list: what the indexer chooses and, with pools, tokens that make no whole one."""
+        """Entries of a query token's list: tokens that the indexer chooses and, with pools, those that make no whole
+        pool."""
         return self.topk + self.kpool - 1
 
     @property
@@ -187,50 +188,50 @@ class SparseMLAConfig:
 
     @property
     def keys_per_block(self) -> int:
-        """Keys a block of the indexer's cache holds."""
+        """Keys in a block of the indexer's cache."""
         return self.block_size // self.tokens_per_key
 
     @property
     def tokens_per_row(self) -> int:
-        """Tokens that a row of the layers' cache (of a compressed layer's compressed cache) stands for."""
+        """Tokens that a row of the cache (in compressed layers: of the compressed cache) stands for."""
         return max(self.compress_ratio, 1)
 
     @property
     def rows_per_block(self) -> int:
-        """Rows a block of the cache holds: tokens, or compressed rows."""
+        """Rows in a block of the cache: tokens, or compressed rows."""
         return self.block_size // self.tokens_per_row
 
     @property
     def max_compressed_rows(self) -> int:
-        """Most compressed rows of a sequence, a row that is not complete yet included; 0 without compression."""
+        """Compressed rows of the longest sequence, with one that is not complete yet; 0 without compression."""
         return -(-self.max_model_len // self.tokens_per_row) if self.has_compressed_rows else 0
 
     @property
     def max_index_keys(self) -> int:
-        """Most keys that the indexer has of a sequence: its tokens, its complete compressed rows or whole pools."""
+        """Keys of the indexer for the longest sequence: its tokens, complete compressed rows or whole pools."""
         return self.max_model_len // self.tokens_per_key
 
     @property
     def use_mixed_batch(self) -> bool:
-        """True when batches go to the FP8 decode kernel whole."""
+        """True when whole batches run as `sparse_decode` over FP8 rows: see `mixed_below_heads`."""
         return self.layout.quantized and not self.is_v4 and self.num_heads < self.mixed_below_heads
 
 
 @dataclass(frozen=True)
 class DenseMLAConfig:
-    """MLA layers without an indexer on one rank, whose decodes attend over all rows, as `cupy_mla.warmup` takes them.
+    """MLA layers without an indexer on one rank, for `cupy_mla.warmup`. Their decodes attend over all rows.
 
     Attributes:
         num_heads: query heads on this rank, 1 to 128.
-        d_qk: row width for Q.K: 576, or 512 of models without RoPE.
+        d_qk: row width for Q.K: 576, or 512 in models without RoPE.
         block_size: rows a block of the paged cache.
-        cache_layout: a layout's name that `dense_decode` takes.
-        max_num_seqs: most requests in a batch.
-        max_model_len: longest sequence, in tokens.
-        num_speculative_tokens: query tokens a decode has beyond its first.
+        cache_layout: the name of a layout that `dense_decode` takes.
+        max_num_seqs: requests in the largest batch.
+        max_model_len: tokens of the longest sequence.
+        num_speculative_tokens: query tokens of a decode beyond the first.
 
     Raises:
-        TypeError, ValueError: a field is of another type or out of its range; the message names it.
+        TypeError, ValueError: a field has another type or is out of its range. The message names the field.
 
     Example:
         >>> cupy_mla.DenseMLAConfig(16, cache_layout="plain_fp8").layout.token_bytes
@@ -253,5 +254,5 @@ class DenseMLAConfig:
 
     @property
     def layout(self) -> layouts.Layout:
-        """The cache layout as data."""
+        """The `Layout` of the cache."""
         return layouts.by_name(self.cache_layout, self.d_qk)

@@ -3,11 +3,11 @@
     from cupy_mla import deep_gemm          # instead of: import deep_gemm
 
 Takes torch, CuPy and NumPy arrays. Beyond DeepGEMM: 8 to 64 heads in steps of 8, any number of queries a request, any
-block size, GPUs from sm_80 on, CPUs, and compressed logits (`max_seqlen_k`) with `clean_logits`. FP4 is widened to e4m3
-(`cupy_mla.widen_mxfp4` says what is exact), queries and keys in rows by a launch more.
+block size, GPUs from sm_80 on, CPUs, and compressed logits (`max_seqlen_k`) with `clean_logits`. FP4 is converted to
+e4m3 (`cupy_mla.widen_mxfp4` says what is exact); for queries, and keys in rows, that takes another launch.
 
-Source: DeepGEMM's Python interface as it ships in vLLM 0.22.1. That of vLLM 0.33 has the `fp8_fp4_*` spellings alone,
-and other arguments in the place of `clean_logits`; those are an error here, so give them by name.
+Source: DeepGEMM's Python interface as it ships in vLLM 0.22.1. That of vLLM 0.33 has only the `fp8_fp4_*` functions,
+with other arguments in the place of `clean_logits`. Those are an error here, so give arguments by name.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def fp8_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
 ) -> A:
-    """Logits over keys in rows: `cupy_mla.indexer_logits`, whose arguments, results and errors these are.
+    """Logits over keys in rows: `cupy_mla.indexer_logits`, with the same arguments, results and errors.
 
     Args:
         kv: keys [N, 128] and their scales [N].
         clean_logits: write -inf for keys that a token does not see.
-        max_seqlen_k: 0, or the width of compressed logits, whose rows start at the first key that a token sees:
-            `compact_width`. At least the longest range, which `cupy_mla.set_checks` looks at: keys beyond it are left
-            out.
+        max_seqlen_k: 0, or the width of compressed logits, whose rows start at the first key that a token sees
+            (`compact_width`). It must be at least the longest range, which is checked only under `cupy_mla.set_checks`:
+            keys beyond it are left out.
 
     Example:
         >>> q, keys = np.ones((1, 32, 128), float8_e4m3fn), np.ones((3, 128), float8_e4m3fn)
@@ -84,13 +84,14 @@ def fp8_paged_mqa_logits(
     max_context_len: int,
     clean_logits: bool = False,
 ) -> A:
-    """Logits over a paged cache: `cupy_mla.paged_indexer_logits`, whose arguments, results and errors these are.
+    """Logits over a paged cache: `cupy_mla.paged_indexer_logits`, with the same arguments, results and errors.
 
     Args:
         kv_cache: [num_blocks, block_size, 1, 132] in layout INDEXER_FP8.
         context_lens: [B, n], or [B].
-        schedule_meta: from `get_paged_mqa_logits_metadata`; not looked at, our kernels divide their work themselves.
-            With a schedule of ours (`cupy_mla.paged_indexer_schedule`), `cupy_mla.paged_indexer_logits` begins sooner.
+        schedule_meta: from `get_paged_mqa_logits_metadata`. It is ignored: our kernels divide their work themselves.
+            `cupy_mla.paged_indexer_logits` takes a schedule of ours (`cupy_mla.paged_indexer_schedule`), which makes it
+            faster.
         clean_logits: write -inf for keys that a token does not see.
 
     Example:
@@ -111,12 +112,12 @@ def fp8_paged_mqa_logits(
 
 
 def get_paged_mqa_logits_metadata(context_lens: A, block_kv: int, num_sms: int) -> A:
-    """An array of the shape of DeepGEMM's schedule, for callers that keep one; what it holds has no meaning.
+    """An array of the shape of DeepGEMM's schedule, for callers that keep one. Its values have no meaning.
 
     Args:
         context_lens: [B, n] or [B] int32.
         block_kv: tokens a block.
-        num_sms: of the GPU.
+        num_sms: SMs of the GPU.
 
     Returns:
         [num_sms + 1, 2] int32, where `context_lens` is.
@@ -175,7 +176,7 @@ def fp8_fp4_paged_mqa_logits(
     )
 
 
-# What arguments are called here, by the names that `cupy_mla.ops.logits` has for them.
+# The names of arguments here, by their names in `cupy_mla.ops.logits`.
 _NAMES = {
     "q8": "q", "k8": "kv[0]", "ks": "kv[1]", "w": "weights", "starts": "cu_seq_len_k_start",
     "ends": "cu_seq_len_k_end", "compact_width": "max_seqlen_k",
@@ -183,7 +184,7 @@ _NAMES = {
 
 
 def _renamed(error: Exception) -> Exception:
-    """An error that names an argument as it is called here."""
+    """The error with the argument's name here."""
     name, colon, rest = str(error).partition(":")
     return type(error)(f"{_NAMES.get(name, name)}{colon}{rest}")
 
@@ -196,7 +197,7 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
 
 
 def _queries(q: Any, weights: Any) -> tuple[Any, Any]:
-    """e4m3 values of queries, and the heads' weights with the scales that they then have."""
+    """The queries as e4m3, and the heads' weights times the scales of the queries."""
     values, scales = _pair("q", q)
     if scales is None:
         return values, weights
@@ -209,7 +210,7 @@ def _queries(q: Any, weights: Any) -> tuple[Any, Any]:
 
 
 def _widened(name: str, codes: Any, scales: Any, weights: Any = None) -> tuple[Any, Any]:
-    """`widen_mxfp4` of a pair of that name."""
+    """`widen_mxfp4` of a pair. Errors name the argument `name`."""
     try:
         return widen_mxfp4(codes, scales, weights)
     except (TypeError, ValueError) as error:
@@ -222,7 +223,7 @@ INT8 = np.dtype(np.int8)  # how torch packs FP4
 
 
 def _bytes(name: str, array: Any) -> Any:
-    """An array's items as uint8; those of int32 as four each, along another axis."""
+    """An array as uint8. Each item of int32 becomes four bytes along another axis."""
     found = describe(name, array)
     wide = array[..., None] if found.dtype == INT32 else array
     return wide.view(found.library.native_dtype(UINT8)) if found.dtype in (INT8, INT32) else array

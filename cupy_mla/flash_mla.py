@@ -43,14 +43,14 @@ Shapes = tuple[int, ...]
 
 @dataclass
 class FlashMLASchedMeta:
-    """The schedule of decode calls of one shape, that of the first call.
+    """The schedule of decode calls. All must have the shapes of the first one.
 
     Attributes:
         shapes: the values of `FACTS` that the schedule was planned for; None before the first call.
-        num_splits: splits of each query's rows that are asked for; None: chosen at each call.
+        num_splits: splits of each query's rows that the caller prescribes; None: chosen at each call.
         batch_invariant: as for `cupy_mla.sparse_decode`.
-        plan: memory on the GPU in which the first call's kernel leaves how it divided its lists, or its requests, for
-            the next calls.
+        plan: the first call's kernel leaves in it, on the GPU, how it divided its lists or its requests, and the next
+            calls load it.
     """
 
     shapes: Shapes | None = None
@@ -62,15 +62,16 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
     """An empty schedule for `flash_mla_with_kvcache`, which fills it at its first call.
 
-    Take a new one for each step, for all its layers. The first call finds out where index lists without lengths end, or
-    how long requests are, and how to divide these over the GPU; later calls divide theirs alike. Other lists, and other
-    lengths of requests, make calls slower, not wrong. In a captured CUDA graph the first call does so at each replay.
+    Take a new one for each step, and use it for all layers of the step. The first call finds out where index lists
+    without lengths end, or how long requests are, and how to divide them over the GPU. Later calls divide theirs in the
+    same way. If their lists or lengths differ, they are slower but not wrong. In a captured CUDA graph the first call
+    finds it out at each replay.
 
     As in FlashMLA, positional and other keyword arguments are accepted and ignored, and the second value of the
     returned pair is None.
 
     Args:
-        batch_invariant: calls with this schedule give a request the same bits whatever else is in the batch, see
+        batch_invariant: calls with this schedule give a request the same bits whatever else is in the batch; see
             `cupy_mla.sparse_decode`.
 
     Raises:
@@ -103,14 +104,14 @@ def flash_mla_sparse_fwd(
     use_legacy: bool = False,
     return_log2_lse: bool = False,
 ) -> tuple[A, A, A]:
-    """Sparse prefill: `cupy_mla.sparse_prefill` under FlashMLA's name, whose arguments, results and errors these are.
+    """`cupy_mla.sparse_prefill` under FlashMLA's name, with the same arguments, results and errors.
 
     `lse = log(sum_j exp(sm_scale * q . kv_j))`, natural logarithm, over a token's valid rows; `attn_sink` scales out
-    alone; a token without a valid row has out 0, max_logits -inf and lse +inf. `cupy_mla.sparse_prefill` has it all.
+    alone; a token without a valid row has out 0, max_logits -inf and lse +inf. `cupy_mla.sparse_prefill` says more.
 
     Args:
-        use_legacy: which of its kernels FlashMLA takes; it changes nothing here.
-        return_log2_lse: return lse in base 2, `lse * log2(e)`; max_logits stay as they are.
+        use_legacy: chooses among FlashMLA's kernels; it changes nothing here.
+        return_log2_lse: return lse in base 2, `lse * log2(e)`; max_logits are not changed.
 
     Example:
         >>> q, kv = np.zeros((1, 64, 576), bfloat16), np.ones((10, 1, 576), bfloat16)
@@ -152,8 +153,8 @@ def flash_mla_with_kvcache(
     descale_q: CallScale | None = None,
     descale_k: CallScale | None = None,
 ) -> tuple[A, A]:
-    """Decode on a paged cache: with `indices` sparse, as `cupy_mla.sparse_decode`; without them dense, as
-    `cupy_mla.dense_decode`. They say what is computed, shapes, dtypes and results.
+    """Decode on a paged cache: with `indices` `cupy_mla.sparse_decode`, without them `cupy_mla.dense_decode`. These say
+    what is computed, shapes and dtypes.
 
     `lse = log(sum_j exp(softmax_scale * q . row_j))`, natural logarithm, over a token's valid slots of both caches, or
     over the rows of its request: where `causal`, query i of s_q sees the first `cache_seqlens - s_q + 1 + i`, else all.
@@ -172,13 +173,13 @@ def flash_mla_with_kvcache(
         is_fp8_kvcache: whether `k_cache` holds FP8 rows; must agree with `k_cache`; None: as `k_cache` says.
         indices: [b, s_q, topk] int32 slots; None: dense mode, which takes neither lengths of lists nor an extra cache.
         enable_batch_invariant: as `get_mla_metadata(batch_invariant=True)`.
-        use_legacy: which of its kernels FlashMLA takes. Here it says that `kv_format="V41"` is V41_FP8_SPLIT, which
-            those read; else it changes nothing.
+        use_legacy: chooses among FlashMLA's kernels. With it `kv_format="V41"` is V41_FP8_SPLIT, which those kernels
+            read; it changes nothing else.
         extra_k_cache: of the same layout as `k_cache`. Rows of 288 bytes beside V41_FP8 ones are V41_FP4, beside
             V41_FP8_SPLIT ones V41_FP4_SPLIT.
         kv_format: the layout of `k_cache`, with which it must agree: "V32" (V32_FP8), "V32_NO_ROPE" (V32_NOPE_FP8),
-            "V4" (V4_FP8), "V41" (V41_FP8), or a name that `cupy_mla.empty_cache` takes. None: as `k_cache` says, but of
-            rows of 528 bytes.
+            "V4" (V4_FP8), "V41" (V41_FP8), or a name that `cupy_mla.empty_cache` takes. None: `k_cache` tells it,
+            unless rows have 528 bytes.
         descale_q, descale_k: `q_scale` and `k_scale` of `cupy_mla.sparse_decode` and `cupy_mla.dense_decode`, of q
             in e4m3 and of rows in layout PLAIN_FP8.
 
@@ -231,7 +232,7 @@ def flash_mla_with_kvcache(
         )
         return out, lse
     if attn_sink is topk_length is extra_k_cache is extra_indices_in_kvcache is extra_topk_length is out is None:
-        others = scales  # mostly none: the usual call, which takes the host less time so
+        others = scales  # the usual call, which has less host time without the dictionary below
     else:
         others = {
             "attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache,
@@ -254,7 +255,7 @@ def flash_mla_with_kvcache_fp8(
     descale_q: CallScale | None = None,
     descale_k: CallScale | None = None,
 ) -> tuple[A, A]:
-    """Dense decode over e4m3 rows of one scale under vLLM's name: `cupy_mla.dense_decode` over layout PLAIN_FP8.
+    """Dense decode over e4m3 rows with one scale, under vLLM's name: `cupy_mla.dense_decode` over layout PLAIN_FP8.
 
     Args:
         q: [b, s_q, h_q, 576 | 512] float8_e4m3fn, or bfloat16 without `descale_q`.
@@ -262,8 +263,9 @@ def flash_mla_with_kvcache_fp8(
         block_table: [b, width] int32 blocks of each request.
         cache_seqlens: [b] int32 rows of each request.
         head_dim_v: value width, 512.
-        tile_scheduler_metadata: of the calls of a step, from `get_mla_metadata_dense_fp8` or `get_mla_metadata`.
-            Anything else is ignored, as num_splits is: each call then divides its rows anew, by lengths on the device.
+        tile_scheduler_metadata: from `get_mla_metadata_dense_fp8` or `get_mla_metadata`, one for the calls of a step.
+            Anything else is ignored; then each call divides its rows anew, by lengths on the device.
+        num_splits: ignored.
         softmax_scale: default `d_qk ** -0.5`.
         causal: whether a query sees no row behind its own.
         descale_q, descale_k: `q_scale` and `k_scale` of `cupy_mla.dense_decode`.
@@ -291,12 +293,12 @@ def flash_mla_with_kvcache_fp8(
     return out, lse
 
 
-# What a schedule is made for: the axes of q, and others of a call's arrays; -1 for a cache that is not there.
+# What a schedule is planned for: the axes of q, and sizes of other arrays; -1 for arrays that are not there.
 FACTS = ("q", "q", "q", "q", "block_size", "is_fp8_kvcache", "topk", "extra_block_size", "extra_topk", "causal")
 
 
 def _shapes(given: attention.Given, causal: bool = False) -> Shapes | None:
-    """The values of `FACTS` for a call, -1 for lists that it has not; None for arguments that the checks refuse."""
+    """The values of `FACTS` for a call; None for arguments that the checks will refuse."""
     try:
         is_fp8 = given.k_cache.dtype.itemsize != 2
         b, s_q, h_q, d_qk = given.q.shape
@@ -308,7 +310,7 @@ def _shapes(given: attention.Given, causal: bool = False) -> Shapes | None:
 
 
 def _require_planned(planned: Shapes | None, shapes: Shapes | None) -> None:
-    """Check that a schedule was planned for such a call, if it was planned."""
+    """Check that a schedule, if it is planned already, was planned for such a call."""
     if planned is None or shapes is None:
         return
     for name, value, planned_for in zip(FACTS, shapes, planned, strict=True):
@@ -321,7 +323,7 @@ def _require_planned(planned: Shapes | None, shapes: Shapes | None) -> None:
 
 
 def _require_no_lists(**given: Any) -> None:
-    """Check that a dense decode is given nothing that goes with index lists."""
+    """Check that a dense decode gets no argument that belongs to index lists."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name} was given, but indices is None, which asks for dense decode: that has no lists")
@@ -343,10 +345,10 @@ def layout_of(kv_format: Any) -> str | None:
 
 
 class _Settings(NamedTuple):
-    """What a call of `flash_mla_with_kvcache` has beside arrays and a plan.
+    """The arguments of `flash_mla_with_kvcache` beside arrays and a plan.
 
     Attributes:
-        planned, num_splits: of the schedule: the shapes that it was planned for, and splits that are asked for.
+        planned, num_splits: `shapes` and `num_splits` of the schedule.
     """
 
     head_dim_v: int
@@ -359,10 +361,10 @@ class _Settings(NamedTuple):
     kv_format: str | None
 
     def door(self, names: Mapping[str, str], extra_bytes: int | None = None) -> attention.Door:
-        """What is said of `k_cache`, with FlashMLA's names of arguments.
+        """What the caller says about `k_cache`, with FlashMLA's names of arguments.
 
         Args:
-            extra_bytes: of a row of the extra cache, if there is one.
+            extra_bytes: bytes of a row of the extra cache, if there is one.
         """
         is_fp8 = self.is_fp8_kvcache
         if is_fp8 is not None:
@@ -372,7 +374,7 @@ class _Settings(NamedTuple):
         return attention.Door(is_fp8, layout, extra, {**SCALE_NAMES, **names})
 
 
-# V4.1's FP4 rows beside FP8 rows of which the scales stand likewise.
+# The layout of V4.1's FP4 rows beside FP8 rows: their scales stand in the same place.
 SAME_ARRANGEMENT: dict[str | None, str] = {"v41_fp8": "v41_fp4", "v41_fp8_split": "v41_fp4_split"}
 SCALE_NAMES = {"q_scale": "descale_q", "k_scale": "descale_k", "layout": "kv_format"}
 
@@ -381,7 +383,7 @@ SCALE_NAMES = {"q_scale": "descale_q", "k_scale": "descale_k", "layout": "kv_for
 def _with_kvcache(
     q: Any, k_cache: Any, indices: Any, plan: Plan | None, settings: tuple[Any, ...], **others: Any
 ) -> tuple[Any, Any, Shapes | None]:
-    """out, lse, and what the schedule is made for.
+    """The sparse decode: out, lse, and the shapes that the schedule is planned for.
 
     Args:
         settings: the values of `_Settings`.
@@ -393,7 +395,7 @@ def _with_kvcache(
     door, shapes = asked.door({"extra_indices": "extra_indices_in_kvcache"}, extra_bytes), _shapes(given)
     _require_planned(asked.planned, shapes)
     if not given.topk_length is given.extra_topk_length is given.extra_k_cache is None:
-        plan = None  # lengths differ from call to call; without them two lists are equally long
+        plan = None  # with lengths or an extra cache the lists of later calls may end elsewhere
     scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
     out, lse = attention.decode(given, scale, asked.num_splits, asked.batch_invariant, plan, door=door)
     return out, lse, shapes
@@ -409,7 +411,7 @@ def _dense_with_kvcache(
     settings: tuple[Any, ...],
     **others: Any,
 ) -> tuple[Any, Any, Shapes | None]:
-    """out, lse, and what the schedule is made for.
+    """The dense decode: out, lse, and the shapes that the schedule is planned for.
 
     Args:
         settings: the values of `_Settings`.

@@ -1,8 +1,8 @@
 """The cache layouts as data: sizes, offsets, tiles and scale kinds, one `Layout` each.
 
-Everything that knows a byte offset of a cached token reads it here: the NumPy reference slices by these
-numbers, the CUDA kernels receive them as compile-time constants (`Layout.defines`). Everything that has to know which
-layouts there are goes through `ATTENTION_LAYOUTS`, and asks a layout's fields what it is like.
+No byte offset of a cached token stands anywhere else. The NumPy reference slices by these numbers, and the CUDA kernels
+get them as compile-time constants (`Layout.defines`). Code that serves all layouts goes through `ATTENTION_LAYOUTS` and
+reads a layout's fields.
 
 Sources: FlashMLA's description of its FP8 KV caches (DeepSeek V3.2 and V4), vLLM's `fp8_ds_mla` cache.
 """
@@ -20,39 +20,40 @@ from .checks.options import require_bool, require_choice, require_instance, requ
 from .dtypes import BFLOAT16, FLOAT16, UINT8
 
 D_V = 512  # value width of every DeepSeek sparse layer
-LEAST_E4M3 = 2.0**-9  # that is not 0
-LEAST_SCALE = 2.0**-22  # UE8M0, of vLLM's writers: the power of two from 1e-4 / 448 on
+LEAST_E4M3 = 2.0**-9  # the smallest e4m3 number above 0
+LEAST_SCALE = 2.0**-22  # the smallest UE8M0 scale of vLLM's writers: 1e-4 / 448 rounded up to a power of two
 
 
-@dataclass(frozen=True, eq=False)  # there is one of each, so that it may be a cache's key without a look inside
+@dataclass(frozen=True, eq=False)  # there is one object of each, so a key compares it by identity, which is fast
 class Layout:
     """How one token's latent KV row lies in a paged cache. All offsets and sizes are in bytes, widths in values.
 
     Attributes:
         name: "bf16", "fp16", "v32_fp8", "v4_fp8", "plain_fp8", "v32_nope_fp8", "v41_fp8", "v41_fp8_split",
             "v32_nvfp4", "v4_nvfp4", "v41_fp4", "v41_fp4_split", "indexer_fp8" or "indexer_mxfp4".
-        d_qk: values a row has for Q.K (its first `D_V` values are V); 576 or 512 (128 for the indexer).
-        d_nope, d_rope: the values that are quantized under scales, and those behind them (RoPE part of V3.2 and V4).
-        token_bytes: bytes a token takes in the cache array (its last axis times the item size).
-        row_stride: bytes from a token's data to the next token's data inside a block.
-        rope_offset: where a token's values without scale start, from the token's data.
-        code_bits: of a quantized value: 8 of e4m3, 4 of e2m1, of which the first of two has the lower ones.
-        rope_coded: whether the values without scale are e4m3; else bf16.
+        d_qk: values of a row for Q.K; the first `D_V` are V. 576 or 512 (128 for the indexer).
+        d_nope, d_rope: values that are quantized under scales, and values behind them without a scale (the RoPE part of
+            V3.2 and V4).
+        token_bytes: bytes of a token in the cache array: its last axis times the item size.
+        row_stride: bytes from a token's data to the next token's data in a block.
+        rope_offset: bytes from a token's data to its values without a scale.
+        code_bits: bits of a quantized value: 8 (e4m3) or 4 (e2m1; the first of two has the lower bits).
+        rope_coded: whether the values without a scale are e4m3; else bf16.
         scale_kind: how the scales are stored: "none", "fp32", "ue8m0", "e4m3", or "call": one float32 for all rows,
-            which the call brings. A kind stands in `kernels_cu/rows/scales.cuh` and in `reference/cache.py`.
+            which is an argument of each call. `kernels_cu/rows/scales.cuh` and `reference/cache.py` know the kinds.
         scale_tile: values that share one scale.
-        scale_offset: where a token's scales start, from the token's data; -1 when the scales of a block
-            stand apart, after the data of all its tokens.
-        scale_stride: bytes from a token's scales to the next token's where they stand apart.
-        scales_in_fours: whether those of tiles 0, 4, 8, ... come first, then those of 1, 5, 9, ...
-        least_scale: of e4m3 scales, what writers make smaller ones; 0: they stay.
-        divided: whether e2m1 codes are of values divided by an e4m3 scale; else of values times its rounded inverse.
-        block_align: the block stride that writers use is a multiple of this.
-        half: whether values are float16, as are queries and results then.
+        scale_offset: bytes from a token's data to its scales; -1: a block's scales stand behind the data of all its
+            tokens.
+        scale_stride: bytes from a token's scales to the next token's, if `scale_offset` is -1.
+        scales_in_fours: whether the scales of tiles 0, 4, 8, ... come first, then those of 1, 5, 9, ...
+        least_scale: writers replace smaller e4m3 scales by it; 0: they do not.
+        divided: whether e2m1 codes are values divided by an e4m3 scale; else values times its rounded inverse.
+        block_align: the block stride that writers use is a multiple of it.
+        half: whether values are float16; then queries and results are, too.
         told: whether dtype and last axis of a cache tell the layout; else callers must name it.
         of_v4: whether the functions for V4's models write and gather it; else those for models of V3.2's kind do.
-        reader: the header of `kernels_cu/rows` that reads and writes a row, without its ending; "" where kernels have
-            their own.
+        reader: the header of `kernels_cu/rows` that reads and writes a row, without its ending; "": kernels have code
+            of their own.
         aliases: other names that users and engines give it.
     """
 
@@ -86,7 +87,7 @@ class Layout:
 
     @cached_property
     def scale_of_call(self) -> bool:
-        """True when a call brings the scale of all rows, `k_scale`."""
+        """True when the scale of all rows is an argument of the call, `k_scale`."""
         return self.scale_kind == "call"
 
     @property
@@ -96,22 +97,22 @@ class Layout:
 
     @property
     def rope_bytes(self) -> int:
-        """Bytes of a token's values without scale."""
+        """Bytes of a token's values without a scale."""
         return self.d_rope if self.rope_coded else 2 * self.d_rope
 
     @property
     def num_scales(self) -> int:
-        """Scales a token has."""
+        """Scales of a token."""
         return self.d_nope // self.scale_tile if self.scale_tile else 0
 
     @property
     def scales_apart(self) -> bool:
-        """True when a block holds the data of all its tokens first and their scales after it."""
+        """True when the scales of a block stand behind the data of all its tokens."""
         return self.scale_offset < 0
 
     @cached_property
     def rope_apart(self) -> bool:
-        """True when the RoPE values stand behind V's (V3.2 and the like); in V4's rows they are the last ones of V."""
+        """True when the RoPE values stand behind V (V3.2 and the like). In V4's rows they are the last values of V."""
         return self.d_qk > D_V
 
     @cached_property
@@ -121,7 +122,7 @@ class Layout:
 
     @cached_property
     def values(self) -> np.dtype:
-        """Item type of results, and of queries that have no scale."""
+        """Item type of results, and of queries without a scale."""
         return FLOAT16 if self.half else BFLOAT16
 
     @cached_property
@@ -136,11 +137,11 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What users and engines call it."""
+        """The names that users and engines give it."""
         return (self.name, *self.aliases)
 
     def defines(self) -> dict[str, int | str]:
-        """The layout as the constants that `kernels_cu` are compiled with, `ROW_READER` the header of its rows."""
+        """The layout as constants of the kernels; `ROW_READER` is the header of its rows."""
         reader: dict[str, int | str] = {"ROW_READER": f"rows/{self.reader}.cuh"} if self.reader else {}
         return reader | {
             "D_QK": self.d_qk,
@@ -166,7 +167,7 @@ class Layout:
         }
 
     def defines_beside(self, extra: Layout | None) -> dict[str, int | str]:
-        """The constants of a main cache's layout, and of an extra cache's where that is another."""
+        """The constants of a main cache's layout, and of the extra cache's layout where it differs."""
         of_extra = {"EXTRA_ROWS": int(extra is not None)}
         if extra is not None:
             of_extra |= {
@@ -187,7 +188,7 @@ def _of_16_bits(d_qk: int, name: str, half: bool, *aliases: str) -> Layout:
 def _plain_fp8(d_qk: int) -> Layout:
     return Layout(
         "plain_fp8", d_qk, d_qk, 0, token_bytes=d_qk, row_stride=d_qk, rope_offset=d_qk,
-        scale_kind="call", reader="plain_fp8", aliases=("fp8", "fp8_e4m3"),  # what vLLM calls it
+        scale_kind="call", reader="plain_fp8", aliases=("fp8", "fp8_e4m3"),  # vLLM's names
     )  # fmt: skip
 
 
@@ -196,7 +197,7 @@ FP16_576, FP16_512 = (_of_16_bits(d_qk, "fp16", True, "float16") for d_qk in (57
 V32_FP8 = Layout(
     "v32_fp8", 576, 512, 64, token_bytes=656, row_stride=656, rope_offset=528,
     scale_kind="fp32", scale_tile=128, scale_offset=512, reader="v32_fp8",
-    aliases=("fp8_ds_mla",),  # what vLLM calls it
+    aliases=("fp8_ds_mla",),  # vLLM's name
 )  # fmt: skip
 V4_FP8 = Layout(
     "v4_fp8", 512, 448, 64, token_bytes=584, row_stride=576, rope_offset=448,
@@ -221,7 +222,7 @@ V41_FP8_SPLIT = Layout(
 V32_NVFP4 = Layout(
     "v32_nvfp4", 576, 512, 64, token_bytes=352, row_stride=352, rope_offset=256, code_bits=4, rope_coded=True,
     scale_kind="e4m3", scale_tile=16, scale_offset=320, scales_in_fours=True, least_scale=LEAST_E4M3, reader="fp4",
-    aliases=("nvfp4_ds_mla",),  # what vLLM calls it
+    aliases=("nvfp4_ds_mla",),  # vLLM's name
 )  # fmt: skip
 V4_NVFP4 = Layout(
     "v4_nvfp4", 512, 448, 64, token_bytes=384, row_stride=352, rope_offset=224, code_bits=4,
@@ -247,7 +248,7 @@ INDEXER_MXFP4 = Layout(
     scale_kind="ue8m0", scale_tile=32, scale_offset=-1, scale_stride=4,
 )  # fmt: skip
 
-# Told apart by dtype and last axis, or named.
+# A cache's dtype and last axis tell these apart, or (`told` False) callers name them.
 ATTENTION_LAYOUTS = (
     BF16_576,
     BF16_512,
@@ -261,17 +262,17 @@ ATTENTION_LAYOUTS = (
     V32_NVFP4,
     V4_NVFP4,
 )
-# Of extra caches that may stand beside a main cache of another layout.
+# Layouts of extra caches alone, and the main caches' layouts beside which they may stand.
 EXTRA_LAYOUTS = (V41_FP4, V41_FP4_SPLIT)
 EXTRA_OF = {V41_FP8: (V41_FP4, V41_FP4_SPLIT), V41_FP8_SPLIT: (V41_FP4_SPLIT,)}
 CACHE_LAYOUTS = (*ATTENTION_LAYOUTS, *EXTRA_LAYOUTS)
 DENSE_LAYOUTS = (*ATTENTION_LAYOUTS, FP16_576, FP16_512)  # of `dense_decode`
-INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_MXFP4)  # told apart by dtype and last axis
+INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_MXFP4)  # dtype and last axis tell them apart
 QUANTIZED_OF_V32 = tuple(layout for layout in CACHE_LAYOUTS if layout.quantized and not layout.of_v4)
 QUANTIZED_OF_V4 = tuple(layout for layout in CACHE_LAYOUTS if layout.of_v4)
-OF_V41 = tuple(layout for layout in QUANTIZED_OF_V4 if not layout.told)  # that V4's models do not have
+OF_V41 = tuple(layout for layout in QUANTIZED_OF_V4 if not layout.told)  # V4's models have none of these
 
-# The same names for type checkers, which read no tuples.
+# The names for type checkers, which cannot read them from the layouts.
 CacheLayout = Literal[
     "bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "v4_fp8", "plain_fp8", "fp8", "fp8_e4m3",
     "v32_nope_fp8", "v41_fp8", "v41_fp8_split", "v32_nvfp4", "nvfp4_ds_mla", "v4_nvfp4",
@@ -285,10 +286,10 @@ WritableLayout = Literal[
 
 
 def names(of: Iterable[Layout] = ATTENTION_LAYOUTS) -> tuple[str, ...]:
-    """What users and engines call these layouts, each name once.
+    """The names that users and engines give these layouts, each once.
 
     Raises:
-        TypeError: something else than layouts is given.
+        TypeError: `of` has something that is no layout.
     """
     of = tuple(of) if isinstance(of, Iterable) else (of,)
     for layout in of:
@@ -305,14 +306,14 @@ def of_model(name: str, d_qk: int, is_v4: bool) -> Layout:
     """The layout that a model with rows of `d_qk` values calls `name`.
 
     Raises:
-        TypeError, ValueError: there is none.
+        TypeError, ValueError: there is no such layout.
     """
     require_choice("cache_layout", name, names())
     return fp8_of(is_v4) if name == "fp8_ds_mla" else by_name(name, d_qk)
 
 
 def by_name(name: str | Layout, d_qk: int = 576) -> Layout:
-    """The layout called `name`; of those that have two widths ("bf16", "fp16", "plain_fp8") `d_qk` says which.
+    """The layout called `name`. If there are two widths ("bf16", "fp16", "plain_fp8"), `d_qk` says which.
 
     Raises:
         TypeError, ValueError: no layout has that name, or `d_qk` is none of its widths.

@@ -1,8 +1,9 @@
-"""Private names of other libraries, each with the public way to the same thing, which is taken where the name is gone.
+"""Uses of private names of other libraries. Each has a fallback with public names, for versions without the private
+one.
 
-They are here because the public ways take a call over its host budget (docs/host_time.md). Microseconds on an
-H200's host, the private way and the public one: a variable of the environment 0.04 and 0.57, torch's current stream
-0.06 and 1.43, a tensor 1.1 and 2.3, a CuPy array 1.3 and 1.8.
+With public names alone a call would exceed its budget of host time (docs/host_time.md). Microseconds on an H200's host
+with the private and the public name: a variable of the environment 0.04 and 0.57, torch's current stream 0.06 and 1.43,
+a tensor 1.1 and 2.3, a CuPy array 1.3 and 1.8.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 
 def environment_reader(name: str) -> Callable[[], str | None]:
-    """Tells, at any time, the value of a variable of the environment, None where there is none."""
+    """A function that reads a variable of the environment; None: it is not set."""
     try:
         data, key = os.environ._data, os.environ.encodekey(name)  # type: ignore[attr-defined]
         decode = os.environ.decodevalue
@@ -32,12 +33,12 @@ def environment_reader(name: str) -> Callable[[], str | None]:
 
 
 def public_environment_reader(name: str) -> Callable[[], str | None]:
-    """`environment_reader` by public names."""
+    """`environment_reader` with public names."""
     return partial(os.environ.get, name)
 
 
 def environment_snapshots(*names: str) -> Callable[[], tuple[str | bytes | None, ...]]:
-    """Tells, at any time, what variables of the environment are, encoded or not: to compare with what they were."""
+    """A function that reads variables of the environment, to compare them with earlier values; they may be encoded."""
     try:
         get, keys = os.environ._data.get, tuple(map(os.environ.encodekey, names))  # type: ignore[attr-defined]
     except AttributeError:
@@ -45,32 +46,33 @@ def environment_snapshots(*names: str) -> Callable[[], tuple[str | bytes | None,
     if len(keys) != 2:
         return lambda: tuple(map(get, keys))
     first, second = keys
-    return lambda: (get(first), get(second))  # half the time
+    return lambda: (get(first), get(second))  # takes half the time
 
 
 def public_environment_snapshots(*names: str) -> Callable[[], tuple[str | None, ...]]:
-    """`environment_snapshots` by public names."""
+    """`environment_snapshots` with public names."""
     return lambda: tuple(map(os.environ.get, names))
 
 
 def torch_stream_reader(device: int) -> Callable[[], int]:
-    """Tells, at any time, the handle of torch's current stream of a GPU."""
+    """A function that returns the handle of torch's current stream of a GPU."""
     current = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
     return public_torch_stream_reader(device) if current is None else partial(current, device)
 
 
 def public_torch_stream_reader(device: int) -> Callable[[], int]:
-    """`torch_stream_reader` by public names."""
+    """`torch_stream_reader` with public names."""
     current = sys.modules["torch"].cuda.current_stream
     return lambda: current(device).cuda_stream
 
 
 def torch_guards(tensors: Sequence[Any]) -> Callable[..., bool] | None:
-    """Tells whether tensors have the classes, dtypes, devices, shapes and strides of these, and want gradients as they.
+    """A function that tells whether other tensors have the classes, dtypes, devices, shapes, strides and
+    `requires_grad` of these.
 
-    These are the guards of torch.compile, which compare all in one call. None where this torch has them no more, a
-    tensor has no sizes or strides, as nested and sparse ones, or one comes twice, which the guards never let pass; the
-    public way is to read and compare each.
+    It is a guard of torch.compile, which compares all tensors in one call. None if this torch has no such guards, a
+    tensor has no sizes or strides (nested and sparse ones), or a tensor occurs twice, which the guards never let pass.
+    Then the caller reads and compares each tensor.
     """
     if len({*map(id, tensors)}) < len(tensors):
         return None
@@ -83,7 +85,7 @@ def torch_guards(tensors: Sequence[Any]) -> Callable[..., bool] | None:
 
 
 def torch_empty() -> Callable[[tuple[int, ...], tuple[int, ...], Any], Any]:
-    """Makes an uninitialised tensor of a shape, strides and dtype on the current GPU."""
+    """A function that makes an uninitialised tensor of a shape, strides and dtype on the current GPU."""
     try:
         return sys.modules["torch"]._C._dynamo.guards._empty_strided_cuda
     except AttributeError:
@@ -91,13 +93,14 @@ def torch_empty() -> Callable[[tuple[int, ...], tuple[int, ...], Any], Any]:
 
 
 def public_torch_empty() -> Callable[[tuple[int, ...], tuple[int, ...], Any], Any]:
-    """`torch_empty` by public names."""
+    """`torch_empty` with public names."""
     empty_strided = sys.modules["torch"].empty_strided
     return lambda shape, strides, dtype: empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
 def cupy_empty() -> Callable[[tuple[int, ...], Any, Any], Any]:
-    """Makes an uninitialised CuPy array of a shape and dtype in given memory, or in new memory of the current GPU."""
+    """A function that makes an uninitialised CuPy array of a shape and dtype, in given or new memory of the current
+    GPU."""
     ndarray = sys.modules["cupy"].ndarray
     (base,) = ndarray.__bases__
     if not hasattr(base, "_init"):
@@ -106,14 +109,14 @@ def cupy_empty() -> Callable[[tuple[int, ...], Any, Any], Any]:
 
     def make(shape: tuple[int, ...], dtype: Any, memory: Any = None) -> Any:
         array = new(ndarray)
-        array._init(shape, dtype, memory, None, None)  # no strides, and no order, which would be parsed: C
+        array._init(shape, dtype, memory, None, None)  # no strides; no order means C, and needs no parsing
         return array
 
     return make
 
 
 def public_cupy_empty() -> Callable[[tuple[int, ...], Any, Any], Any]:
-    """`cupy_empty` by public names."""
+    """`cupy_empty` with public names."""
     ndarray = sys.modules["cupy"].ndarray
 
     def make(shape: tuple[int, ...], dtype: Any, memory: Any = None) -> Any:

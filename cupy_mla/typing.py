@@ -1,4 +1,4 @@
-"""Types of arguments. Arrays are a protocol, so that neither CuPy nor torch has to be there to check a program."""
+"""Types of arguments. Arrays are a protocol, so a type checker needs neither CuPy nor torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .layouts import WritableLayout as WritableLayout  # of those that `cupy_mla
 
 
 class AnyArray(Protocol):
-    """A NumPy, CuPy or torch array. Functions tell which by the class, and refuse all others."""
+    """A NumPy, CuPy or torch array. At run time functions tell them apart by the class, and refuse all others."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -19,35 +19,35 @@ class AnyArray(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """Type of the items, as the library has it."""
+        """The library's type of the items."""
 
     def __dlpack_device__(self) -> tuple[Any, int]:
-        """Kind and number of the device, as DLPack has them."""
+        """DLPack's kind and number of the device."""
 
     def __getitem__(self, index: Any, /) -> Any:
-        """A part of the array, as the library has it."""
+        """A part of the array."""
 
     def __len__(self) -> int:
         """Length of the first axis."""
 
 
 A = TypeVar("A", bound=AnyArray)
-"""The caller's kind of array: results are of that class. Their dtypes stand in the docstrings."""
+"""The caller's kind of array. Results have that class; docstrings say their dtypes."""
 
 ScaleFormat = Literal["fp32", "ue8m0"]
-"""How scales of FP8 rows are chosen: any float32, or powers of two."""
+"""The scales of FP8 rows: any float32, or powers of two."""
 
 ScaleRounding = Literal["up", "nearest"]
-"""How e4m3 scales are chosen: the next that is large enough, or the nearest."""
+"""How e4m3 scales are rounded: up to the next that is large enough, or to the nearest."""
 
 GradientDtype = Literal["bfloat16", "float32"]
 """Dtypes of gradients."""
 
 CallScale = AnyArray | float
-"""A scale that a call brings: a number, or an array of one float32 where the others are, which is read there alone."""
+"""A scale as an argument: a number, or an array of one float32 beside the other arrays. The host does not read it."""
 
 QueryScaleFormat = Literal["fp32", "ue8m0", "mxfp4"]
-"""How the indexer's queries are quantized: e4m3 under such a scale, or e2m1 under a power of two a group of 32."""
+"""How the indexer's queries are quantized: e4m3 with such scales, or e2m1 with a power of two for each group of 32."""
 
 ModelKind = Literal["v32", "v4", "v41"]
 """Kinds of models: DeepSeek-V3.2 and those like it, DeepSeek-V4, DeepSeek-V4.1."""

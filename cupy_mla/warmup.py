@@ -1,4 +1,4 @@
-"""Compiles ahead what the layers of a config need, so that no request waits for NVRTC."""
+"""Compiles the kernels that the layers of a config need before they are used, so that no request waits for NVRTC."""
 
 from .selfcheck.warmup import warmup
 

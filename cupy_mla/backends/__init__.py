@@ -1,2 +1,2 @@
-"""What a serving engine calls: `sparse_mla` for DeepSeek-V3.2 layers, `deepseek_v4` for V4's, `indexer` for what
-chooses their rows, `workspace` for the scratch memory they share."""
+"""What a serving engine calls for a layer: `sparse_mla` (attention of DeepSeek-V3.2 layers), `deepseek_v4` (of V4 and
+V4.1 layers), `indexer` (chooses the rows), `index_groups` (lists that layers share), `workspace` (scratch memory)."""

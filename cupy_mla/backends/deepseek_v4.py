@@ -1,4 +1,4 @@
-"""The attention backend of DeepSeek V4 and V4.1 layers: a sliding window, and beside it rows of a compressed cache."""
+"""The attention backend of DeepSeek V4 and V4.1 layers: a sliding window, and rows of a compressed cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .index_groups import PhysicalTopk, decode_slots
 from .steps import Step
 from .workspace import Workspace
 
-PREFILL_CHUNK_SIZE = 4  # prefills of the greatest lengths whose rows are gathered at a time
+PREFILL_CHUNK_SIZE = 4  # so many prefills of the greatest length fit the workspace of gathered rows
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class DeepseekV4Layer:
     """One layer's state in a step. Its caches already hold the rows of the step's tokens.
 
     Attributes:
-        swa_k_cache: [num_blocks, block_size, (1,) 584] uint8 or float8_e4m3fn, layout V4_FP8: one row a token. In the
-            config's other layouts rows have other sizes: 528 bytes in V41_FP8 and V41_FP8_SPLIT, 384 in V4_NVFP4.
+        swa_k_cache: [num_blocks, block_size, (1,) 584] uint8 or float8_e4m3fn, layout V4_FP8: one row a token. Rows of
+            the config's other layouts have 528 bytes (V41_FP8, V41_FP8_SPLIT) or 384 (V4_NVFP4).
         attn_sink: [h] float32, natural-log units.
-        k_cache: the same of one row for every compress_ratio tokens, in the config's `compressed_layout` (288 bytes in
-            V41_FP4 and V41_FP4_SPLIT); None for layers of the sliding window alone. In V4.1 several layers read the
-            compressed cache of one: each is given that cache.
-        topk_indices: [T, topk] int32 compressed positions that the indexer chose in each token's request, the complete
-            ones first, -1 after them; of C4A (V4), C1A and C2A (V4.1). In V4.1 they may be another layer's: what
-            `IndexGroups.get` returns is not converted again.
+        k_cache: the compressed cache, with one row for every compress_ratio tokens, in the config's
+            `compressed_layout` (288 bytes in V41_FP4 and V41_FP4_SPLIT); None for layers with a sliding window alone.
+            In V4.1 several layers read the compressed cache of one layer: each is given that cache.
+        topk_indices: for C4A (V4), C1A and C2A (V4.1) layers: [T, topk] int32 compressed positions that the indexer
+            chose in each token's request, with -1 behind them. Layers that share a list get what `IndexGroups.get`
+            returns, whose slots are known already.
     """
 
     swa_k_cache: AnyArray
@@ -51,9 +51,9 @@ class Scratch(NamedTuple):
     """Scratch memory of a step.
 
     Attributes:
-        rows: [rows of a chunk of prefills, d_qk] bfloat16, gathered.
-        combined, combined_lens: a chunk's index lists [tokens, width] int32, and their lengths.
-        slots, slot_lens: chosen rows of decode tokens [tokens, topk] int32, and how many they are.
+        rows: [rows of the largest chunk, d_qk] bfloat16, gathered rows of a chunk of prefills.
+        combined, combined_lens: [tokens, width] int32 index lists of prefill tokens, and [tokens] int32 their lengths.
+        slots, slot_lens: [tokens, topk] int32 chosen rows of decode tokens, and [tokens] int32 how many they are.
     """
 
     rows: Any
@@ -68,10 +68,10 @@ class DeepseekV4Impl:
     one.
 
     Args:
-        config: the layers' kind (`model`, `compress_ratio`) and the engine's maxima; `block_size` counts the tokens of
+        config: the layers' kind (`model`, `compress_ratio`) and the engine's maxima. `block_size` counts the tokens of
             a block of the compressed cache.
-        scale: factor on the dot products before the softmax; of DeepSeek-V4 and V4.1 `512 ** -0.5`.
-        workspace: scratch memory, shared with other layers; a warm-up call reserves what the largest batch needs.
+        scale: factor on the dot products before the softmax, in DeepSeek-V4 and V4.1 `512 ** -0.5`.
+        workspace: scratch memory that layers share. A warm-up call reserves what the largest batch needs.
 
     Raises:
         ValueError: the config is not one of V4 or V4.1 layers with FP8 or FP4 caches.
@@ -86,11 +86,11 @@ class DeepseekV4Impl:
         self.scale: float = require_scale("scale", scale)
         self.workspace = workspace
         self._layout, self._compressed_layout = config.layout, config.layout_of_compressed
-        # Of the last step: all layers of a kind are handed the same.
+        # The metadata that was checked last: all layers of a kind get the same in a step.
         self._checked: tuple[SparseSWAMetadata | None, SparseMLAMetadata | None] = (None, None)
-        self._topk = compressed_list_width(config)
-        self._rows = config.max_compressed_rows + config.window + config.max_num_batched_tokens
-        if PREFILL_CHUNK_SIZE * self._rows > LARGEST_INT:
+        self._list_width = compressed_list_width(config)
+        self._rows_of_longest = config.max_compressed_rows + config.window + config.max_num_batched_tokens
+        if PREFILL_CHUNK_SIZE * self._rows_of_longest > LARGEST_INT:
             raise ValueError(
                 f"config: int32 cannot count the workspace rows of {PREFILL_CHUNK_SIZE} prefills, each with those of "
                 f"max_model_len {config.max_model_len}, window {config.window} and max_num_batched_tokens "
@@ -105,17 +105,17 @@ class DeepseekV4Impl:
         metadata: SparseMLAMetadata | None,
         output: A,
     ) -> A:
-        """Attention of a step's query tokens over their sliding windows and, in one softmax, their compressed rows.
+        """Attention of a step's query tokens over their sliding windows and their compressed rows, in one softmax.
 
-        Decode tokens go to the decode kernel, each a batch entry of its own over both caches. Prefills go to the
-        prefill kernel, a few requests at a time, over rows gathered and dequantized into the workspace.
+        Decodes run as `sparse_decode` over both caches, with each query token as a request. Prefills run as
+        `sparse_prefill`, a few requests at a time, over rows that are gathered and dequantized into the workspace.
 
         Args:
             q: [T, h, 512] bfloat16, any strides with a contiguous last axis.
             layer: the layer's caches, sinks and chosen rows.
             swa_metadata: of this step, from `SparseSWAMetadataBuilder`; T is its number of tokens. None for a warm-up,
                 which reserves the workspace of the largest batch and sets the output to zero.
-            metadata: of this step, from `SparseMLAMetadataBuilder` with this layer's config; None for layers of the
+            metadata: of this step, from `SparseMLAMetadataBuilder` with this layer's config; None for layers with a
                 sliding window alone.
             output: [T, h, 512] bfloat16, written in place.
 
@@ -135,7 +135,7 @@ class DeepseekV4Impl:
             decode_tokens = config.max_num_seqs * (1 + config.num_speculative_tokens)
             self._scratch(
                 min(decode_tokens, config.max_num_batched_tokens), config.max_num_batched_tokens,
-                min(config.max_num_seqs, PREFILL_CHUNK_SIZE) * self._rows,
+                min(config.max_num_seqs, PREFILL_CHUNK_SIZE) * self._rows_of_longest,
             )  # fmt: skip
             out.obj[...] = 0
             return output
@@ -160,7 +160,7 @@ class DeepseekV4Impl:
         scratch: Scratch,
         out: Any,
     ) -> None:
-        """q and out [Td, 1, h, 512]."""
+        """Attention of decode tokens; q and out are [Td, 1, h, 512]."""
         extra_indices: Any = None
         extra_lens: Any = None
         extra_layout = None if metadata is None else self._compressed_layout.name
@@ -192,7 +192,12 @@ class DeepseekV4Impl:
         scratch: Scratch,
         output: Any,
     ) -> None:
-        """Prefills `first` to `end`, each with `width` rows in the workspace: `compressed`, then its window's tail."""
+        """Attention of a chunk of prefills.
+
+        Args:
+            chunk: the first prefill and the end; for each prefill, compressed rows in the workspace, and all its rows
+                there. Behind the compressed rows stand those of the sliding windows.
+        """
         config, (first, end, compressed, width) = self.config, chunk
         prefills, requests = slice(first, end), slice(swa.num_decodes + first, swa.num_decodes + end)
         tokens = slice(int(swa.query_start_loc_cpu[requests.start]), int(swa.query_start_loc_cpu[requests.stop]))
@@ -224,8 +229,8 @@ class DeepseekV4Impl:
             images = {"left_visible": swa.left_visible[tokens], "right_visible": swa.right_visible[tokens]}
         combine_topk_swa_indices(
             chosen, swa.query_start_loc[requests.start : requests.stop + 1], swa.prefill_seq_lens[prefills],
-            swa.prefill_gather_lens[prefills], config.window, config.compress_ratio, self._topk, width, compressed,
-            **images, max_image_tokens=config.max_image_tokens, out=combined, lens=combined_lens,
+            swa.prefill_gather_lens[prefills], config.window, config.compress_ratio, self._list_width, width,
+            compressed, **images, max_image_tokens=config.max_image_tokens, out=combined, lens=combined_lens,
         )  # fmt: skip
         sparse_prefill(
             q[tokens], rows.reshape(-1, 1, config.d_qk), combined[:, None], self.scale, attn_sink=layer.attn_sink,
@@ -233,12 +238,12 @@ class DeepseekV4Impl:
         )  # fmt: skip
 
     def _scratch(self, decode_tokens: int, prefill_tokens: int, rows: int) -> Scratch:
-        """Room for a step of so many tokens, and for the rows of its largest chunk of prefills."""
+        """Scratch memory for a step of so many tokens, with `rows` for its largest chunk of prefills."""
         config = self.config
         slots = decode_tokens if config.has_topk else 0
         arrays = self.workspace.get_simultaneous(
             ((rows, config.d_qk), BFLOAT16),
-            ((prefill_tokens, combined_width(self._topk, config.window, config.max_image_tokens)), INT32),
+            ((prefill_tokens, combined_width(self._list_width, config.window, config.max_image_tokens)), INT32),
             ((prefill_tokens,), INT32),
             ((slots, config.topk), INT32),
             ((slots,), INT32),
@@ -253,11 +258,11 @@ class DeepseekV4Impl:
         swa: SparseSWAMetadata,
         metadata: SparseMLAMetadata | None,
     ) -> None:
-        """What the operations below cannot know: that arguments fit the config and the batch."""
+        """Check that the arguments fit the config and the batch. Operations check the rest."""
         require_instance("layer", layer, DeepseekV4Layer)
         if swa is not self._checked[0] or metadata is not self._checked[1]:
             self._check_step(place, swa, metadata)
-            for field in ("max_model_len", "max_num_batched_tokens"):  # as large as chunks of prefills may be
+            for field in ("max_model_len", "max_num_batched_tokens"):  # they bound the rows of a chunk of prefills
                 got, most = getattr(swa.config, field), getattr(self.config, field)
                 if got > most:
                     raise ValueError(f"swa_metadata: built for {field} {got}, these layers have {most} (config)")
@@ -281,7 +286,7 @@ class DeepseekV4Impl:
             place.admit(describe("layer.topk_indices", chosen)).require(INT32, tokens, config.topk)
 
     def _check_step(self, place: Place, swa: SparseSWAMetadata, metadata: SparseMLAMetadata | None) -> None:
-        """That both metadata are of one step of these layers; once a step."""
+        """Check once a step that both metadata are of one step of these layers."""
         config, ratio = self.config, self.config.compress_ratio
         require_instance("swa_metadata", swa, SparseSWAMetadata)
         requests, tokens = swa.num_decodes + swa.num_prefills, swa.num_decode_tokens + swa.num_prefill_tokens
@@ -311,11 +316,11 @@ class DeepseekV4Impl:
                     f"metadata: expected the {swa.num_decode_tokens} decode tokens of swa_metadata, got "
                     f"{decode_tokens}: both are built with the same num_speculative_tokens"
                 )
-            if width != self._topk:
+            if width != self._list_width:
                 longest = config.max_model_len
                 raise ValueError(
                     f"metadata: built for lists of {width} rows, those of max_model_len {longest} (config) have "
-                    f"{self._topk}"
+                    f"{self._list_width}"
                 )
 
 

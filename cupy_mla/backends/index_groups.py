@@ -1,8 +1,8 @@
-"""Index lists that several layers share: one layer's indexer chooses, and its positions become slots once.
+"""Index lists that several layers share. One layer's indexer chooses positions, which are converted to slots once.
 
-GLM-5.2 and 5.3 have an indexer in every fourth layer, whose list the layers up to the next one use. Layers of
-DeepSeek-V4.1 share lists, and compressed caches, in the same way. Such layers have one block table, so what an index
-layer chose has the same slots for all of them.
+GLM-5.2 and 5.3 have an indexer in every fourth layer. The layers up to the next one use its list. Layers of
+DeepSeek-V4.1 share lists, and compressed caches, in the same way. All layers of a group have one block table, so a
+position has the same slot for all of them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..typing import AnyArray
 
 
 def layer_sources(num_layers: int, sources: Iterable[int]) -> tuple[int | None, ...]:
-    """For each layer the layer whose list (or compressed cache) it uses: the latest source that is not behind it.
+    """For each layer the layer whose list (or compressed cache) it uses: the last source up to the layer itself.
 
     Args:
         num_layers: layers of the model.
-        sources: layers that have one of their own: those with an indexer, `index_source` or `kv_source` of
-            DeepSeek-V4.1.
+        sources: layers that have a list (or compressed cache) of their own: those with an indexer; `index_source` or
+            `kv_source` of DeepSeek-V4.1.
 
     Returns:
-        a source for each layer, None for layers before the first.
+        a source for each layer; None for layers before the first source.
 
     Raises:
         TypeError, ValueError: a source is no layer.
@@ -59,10 +59,10 @@ class PhysicalTopk:
 
     Attributes:
         logical_topk_indices: [T, K] int32 positions in each token's request, as they were chosen.
-        physical_topk_indices: [T, K] int32 slots, or rows of the workspace that prefills are gathered into; of V4's and
-            V4.1's layers [Td, K], of decode tokens alone.
-        lens: [T] or [Td] int32, where each of these lists ends.
-        metadata: of the step.
+        physical_topk_indices: [T, K] int32 slots, or for prefills over an FP8 cache rows of the workspace into which
+            they are gathered. For V4 and V4.1 layers [Td, K]: only decode tokens have slots.
+        lens: [T] or [Td] int32, where each list of `physical_topk_indices` ends.
+        metadata: the step's.
     """
 
     logical_topk_indices: AnyArray
@@ -71,7 +71,7 @@ class PhysicalTopk:
     metadata: SparseMLAMetadata
 
     def of(self, metadata: SparseMLAMetadata | None) -> PhysicalTopk:
-        """Itself, for layers of this step.
+        """Check that it is of the step of `metadata`; returns itself.
 
         Raises:
             ValueError: it is of another step.
@@ -84,13 +84,13 @@ class PhysicalTopk:
 class IndexGroups:
     """Converts what index layers choose, once for each of them in a step.
 
-    A step begins with `build`. An index layer's list is converted by `put`, and `get` gives it to the layers of its
-    group, the index layer among them; what `get` returns goes to `SparseMLAImpl.forward_mqa` or into a
-    `DeepseekV4Layer` in the place of `topk_indices`. One list is held at a time, at a fixed address: all layers of a
-    group come before the next index layer.
+    A step begins with `build`. `put` converts an index layer's list, and `get` returns it for each layer of the group,
+    the index layer among them. What `get` returns takes the place of `topk_indices` in `SparseMLAImpl.forward_mqa` or
+    in a `DeepseekV4Layer`. One list is kept at a time, at a fixed address, so all layers of a group must run before the
+    next index layer.
 
-    `put` may run on another stream of the GPU than the layers do, if that stream waits for the index layer and for the
-    layers before it. `get` makes the caller's current stream wait for the conversion where that ran on another one.
+    `put` may run on another stream of the GPU than the layers, if that stream waits for the index layer and for the
+    layers before it. If it did, `get` makes the caller's current stream wait for the conversion.
 
     Args:
         config: the layers (V4.1: those of one compress ratio) and the engine's maxima.
@@ -190,7 +190,7 @@ class IndexGroups:
         """The list that a layer uses in this step.
 
         Raises:
-            TypeError, ValueError: the layer uses none, or its index layer's was not the last that was put.
+            TypeError, ValueError: the layer uses no list, or the last list that was put is not that of its index layer.
         """
         source, (held, found) = self._source(layer), self._held
         if found is None or held != source:
@@ -210,7 +210,7 @@ class IndexGroups:
         return source
 
     def _mark(self) -> None:
-        """Remember when the conversion on the current stream is done."""
+        """Record an event behind the conversion on the current stream."""
         if not self._place.on_gpu:
             return
         cuda = require_cupy("a CUDA array").cuda
@@ -223,13 +223,14 @@ class IndexGroups:
 def to_slots(
     metadata: SparseMLAMetadata, chosen: Any, valid_counts: Any, slots: Any, ends: Any, tokens: slice = slice(None)
 ) -> Any:
-    """Write the slots of positions [T, K] that were chosen for layers of V3.2's kind.
+    """Convert chosen positions [T, K] to slots, for layers of V3.2's kind.
 
     Args:
-        valid_counts: [T] where each token's list ends; None: to be found.
-        slots: [T, K], written.
-        ends: [T], written unless `valid_counts` are given.
-        tokens: those that are converted.
+        chosen: [T, K] int32 positions.
+        valid_counts: [T] int32 where each token's list ends; None: it is to be found.
+        slots: [T, K] int32, written.
+        ends: [T] int32, written unless `valid_counts` are given.
+        tokens: the tokens whose lists are converted.
 
     Returns:
         [T] int32 where each list ends.
@@ -243,7 +244,7 @@ def to_slots(
     if valid_counts is not None:
         convert_req_index_to_global_index(*given, out=slots[tokens])
         return valid_counts
-    # Where lists end, not how many entries are valid: -1 may stand anywhere in a list.
+    # The end of a list is not its number of valid entries: -1 may stand anywhere in it.
     convert_to_slots_and_ends(*given, out=slots[tokens], ends=ends[tokens])
     return ends
 
@@ -251,7 +252,8 @@ def to_slots(
 def decode_slots(
     config: SparseMLAConfig, swa: SparseSWAMetadata, metadata: SparseMLAMetadata, chosen: Any, slots: Any, lens: Any
 ) -> None:
-    """Write the slots [Td, topk] of compressed positions that were chosen for decode tokens, and how many they are."""
+    """Convert compressed positions that decode tokens chose to `slots` [Td, topk], and write their numbers to
+    `lens`."""
     tokens = swa.num_decode_tokens
     compute_global_topk_indices_and_lens(
         chosen[:tokens], swa.token_to_req_indices[:tokens], metadata.block_table, config.rows_per_block,

@@ -1,4 +1,4 @@
-"""The lightning indexer as a backend: it chooses the rows that each query token of a step attends to."""
+"""The lightning indexer as a backend: it chooses the rows over which each query token of a step attends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class IndexerImpl:
 
     Args:
         config: the layers and the engine's maxima.
-        workspace: scratch memory, shared with other layers; a warm-up call reserves what the largest batch needs.
+        workspace: scratch memory that layers share. A warm-up call reserves what the largest batch needs.
         scale_format: of the keys, as for `indexer_k_quant_and_cache`.
 
     Raises:
@@ -64,12 +64,12 @@ class IndexerImpl:
             raise ValueError(f"config: the indexer chooses at most {MAX_K} rows, topk is {config.topk}")
         self.config = config
         self.workspace = workspace
-        self._checked: IndexerMetadata | None = None  # all layers of a step are handed the same
+        self._checked: IndexerMetadata | None = None  # the last one: all layers get the same in a step
         self.scale_format: ScaleFormat = scale_format
-        counted = workspace.place.empty((MAX_K,), INT32)
-        counted[...] = 1
-        counted[...] = counted.cumsum(0)
-        self._counted: Any = counted  # from 1 on
+        numbers = workspace.place.empty((MAX_K,), INT32)
+        numbers[...] = 1
+        numbers[...] = numbers.cumsum(0)
+        self._numbers: Any = numbers  # 1, 2, ... MAX_K on the device
 
     def forward(
         self,
@@ -86,10 +86,10 @@ class IndexerImpl:
     ) -> A:
         """Pack a step's keys into the cache, and choose rows for each of its query tokens.
 
-        Decodes are scored over the paged cache, each with all of its query tokens at once. Prefills are scored chunk by
-        chunk over keys that are gathered into the workspace. Where no query token sees more keys than it chooses,
-        nothing is scored: of prefills, and of decodes outside of a captured CUDA graph, in every such step; of decodes
-        in one where no sequence can have more.
+        Decodes get logits over the paged cache, for all query tokens of a request at once. Prefills get them chunk by
+        chunk, over keys that are gathered into the workspace. No logits are made where no query token sees more keys
+        than it chooses: for prefills, and for decodes outside of a captured CUDA graph, that holds for a step; for
+        decodes in a captured graph it must hold for every sequence up to max_model_len.
 
         Args:
             k: [T, (1,) 128] bfloat16 keys, rotated. With compression, or pools of tokens (from `kpool_compress`), row t
@@ -157,7 +157,7 @@ class IndexerImpl:
         return into.rows
 
     def _select(self, metadata: IndexerMetadata, queries: _Queries, chosen: _Chosen, valid_counts: Any) -> None:
-        """Choose among all keys that query tokens see."""
+        """Choose among all keys that the query tokens see."""
         decode, chunks, tokens = metadata.decode, metadata.prefill_chunks, len(chosen.rows)
         places = 0 if decode is None else _places(decode)
         rows = max((chunk.num_keys for chunk in chunks if not chunk.choose_all), default=0)
@@ -171,7 +171,7 @@ class IndexerImpl:
         for chunk in chunks:
             part = chunk.tokens_slice
             self._prefill(chunk, queries.part(part), into.part(part), keys, scales)
-        if metadata.num_prefills:  # tokens that pad the batch
+        if metadata.num_prefills:  # behind them tokens may pad the batch, which choose nothing
             last = chunks[-1].tokens_slice.stop if chunks else 0
             padding = into.part(slice(max(last, metadata.num_decode_tokens), tokens))
             padding.rows[...] = -1
@@ -189,7 +189,7 @@ class IndexerImpl:
         return place.on_gpu and place.is_capturing()
 
     def _candidates(self, place: Place, buffer: AnyArray | None, among_candidates: bool) -> Array | None:
-        """The buffer of candidate blocks, checked."""
+        """Check the buffer of candidate blocks; its description, or None."""
         require_bool("among_candidates", among_candidates)
         if buffer is None:
             if among_candidates:
@@ -220,7 +220,8 @@ class IndexerImpl:
     def _decode(
         self, decode: IndexerDecodeMetadata, queries: _Queries, chosen: _Chosen, padded: list[Any], short: bool
     ) -> None:
-        """Of the decode tokens alone."""
+        """Choose for the decode tokens. `padded`: room for the results of padded requests; `short`: no one sees more
+        than topk keys."""
         if decode.choose_all or (short and decode.requires_padding):
             lens: Any = decode.context_lens
             lens = lens.reshape(-1)
@@ -243,7 +244,7 @@ class IndexerImpl:
                 chosen.blocks[...] = to.blocks[decode.token_rows]
 
     def _prefill(self, chunk: IndexerPrefillChunk, queries: _Queries, chosen: _Chosen, keys: Any, scales: Any) -> None:
-        """Of the chunk's tokens alone."""
+        """Choose for the tokens of a chunk of prefills. `keys` and `scales`: room for those that are gathered."""
         if chunk.choose_all:
             ends: Any = chunk.ends
             self._choose_all(ends - chunk.starts, chosen)
@@ -257,15 +258,21 @@ class IndexerImpl:
         )  # fmt: skip
 
     def _choose_all(self, seen: Any, chosen: _Chosen) -> None:
-        """Choose all keys, and all blocks of them, for tokens that see `seen` [n] keys each, at most topk."""
+        """Choose all keys, and all their blocks, for tokens that see `seen` [n] keys each: at most topk."""
         for to, count in ((chosen.rows, seen), (chosen.blocks, (seen + (BLOCK - 1)) // BLOCK)):
             if to is not None:
-                counted = self._counted[: to.shape[1]]
-                to[...] = counted * (counted <= count[:, None]) - 1
+                numbers = self._numbers[: to.shape[1]]
+                to[...] = numbers * (numbers <= count[:, None]) - 1  # 0 ... count - 1, then -1
 
     def _scratch(self, rows: int, places: int, tokens: int, blocks: int = 0) -> list[Any]:
-        """Room for gathered keys and their scales, for chosen pools and counts, and for rows and blocks that padded
-        decodes choose."""
+        """Scratch memory: gathered keys, their scales, chosen pools, their counts; rows and blocks of padded decodes.
+
+        Args:
+            rows: gathered keys.
+            places: query tokens of decodes that are padded to one length.
+            tokens: of the step.
+            blocks: candidate blocks of a token.
+        """
         topk, pooled = self.config.index_topk, tokens if self.config.kpool > 1 else 0
         return self.workspace.get_simultaneous(
             ((rows, D), UINT8), ((rows,), FLOAT32), ((pooled, topk), INT32), ((pooled,), INT32),
@@ -273,8 +280,8 @@ class IndexerImpl:
         )  # fmt: skip
 
     def _reserve(self, place: Place, heads: int, blocks: int) -> None:
-        """Have the memory of the largest batch: the workspace, and what operations allocate, which the library keeps
-        for them."""
+        """Allocate what the largest batch needs: the workspace, and once what operations allocate, so that the
+        library's pool has it."""
         config = self.config
         threshold = 1 + config.num_speculative_tokens
         places = config.max_num_seqs * threshold if threshold > 1 else 0
@@ -287,7 +294,7 @@ class IndexerImpl:
         del logits, padded, scores
 
     def _check(self, metadata: IndexerMetadata, tokens: int, rows: int) -> None:
-        """That arguments fit the config and the batch."""
+        """Check that the arguments fit the config and the batch. Operations check the rest."""
         if metadata is not self._checked:
             require_instance("metadata", metadata, IndexerMetadata)
             requests = metadata.num_decodes + metadata.num_prefills
@@ -315,7 +322,7 @@ class _Queries(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """Where what they choose is written: rows [n, topk], and candidate blocks [n, C] if these are asked for."""
+    """Where the choice of query tokens is written: rows [n, topk]; candidate blocks [n, C], or None."""
 
     rows: Any
     blocks: Any = None
@@ -325,5 +332,5 @@ class _Chosen(NamedTuple):
 
 
 def _places(decode: IndexerDecodeMetadata) -> int:
-    """Rows of results that padded decodes have; 0 where none are padded."""
+    """Query tokens of decodes that are padded to one length; 0 where none are padded."""
     return decode.block_table.shape[0] * decode.query_len if decode.requires_padding else 0

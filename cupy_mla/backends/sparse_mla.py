@@ -30,7 +30,7 @@ from .workspace import Workspace
 
 
 class SparseMLABackend:
-    """What an engine asks before it chooses and sets up a backend."""
+    """What an engine wants to know before it chooses and sets up a backend."""
 
     name = "CUPY_MLA_SPARSE"
     supported_dtypes: tuple[str, ...] = ("bfloat16",)
@@ -48,7 +48,7 @@ class SparseMLABackend:
 
     @staticmethod
     def supports_block_size(block_size: int) -> bool:
-        """Any block size from 1 up will do."""
+        """Whether caches may have blocks of so many tokens: all sizes from 1 on."""
         return require_integer("block_size", block_size, -LARGEST_INT) >= 1
 
     @classmethod
@@ -74,14 +74,14 @@ class SparseMLABackend:
         cache_dtype: CacheLayout = "auto",
         model: ModelKind | None = None,
     ) -> tuple[int, int, int]:
-        """Shape of the paged cache array, bfloat16 or, of FP8 layouts, uint8.
+        """The shape [num_blocks, block_size, last axis] of a paged cache: bfloat16, or uint8 in FP8 layouts.
 
         Args:
-            cache_dtype: what an engine calls the layout, or what `SparseMLAConfig.cache_layout` does.
+            cache_dtype: the engine's name of the layout, or one of `SparseMLAConfig.cache_layout`.
             model: kind of the model, as of `SparseMLAConfig`.
 
         Raises:
-            TypeError, ValueError: an argument is none that the backend supports.
+            TypeError, ValueError: the backend does not support an argument.
         """
         num_blocks = require_integer("num_blocks", num_blocks, 0)
         block_size = require_integer("block_size", block_size, 1)
@@ -99,12 +99,12 @@ class SparseMLABackend:
 
 
 class _Lists(NamedTuple):
-    """Rows that query tokens attend.
+    """The rows over which query tokens attend, and the heads' sinks.
 
     Attributes:
-        slots: [T, K] slots, or rows of the workspace.
-        ends: [T] where each list ends.
-        sinks: [h], or None.
+        slots: [T, K] int32 slots, or rows of the workspace.
+        ends: [T] int32 where each list ends.
+        sinks: [h] float32, or None.
     """
 
     slots: Any
@@ -112,29 +112,29 @@ class _Lists(NamedTuple):
     sinks: Any
 
     def part(self, tokens: slice) -> _Lists:
-        """Those of some query tokens."""
+        """The lists of some query tokens."""
         return _Lists(self.slots[tokens], self.ends[tokens], self.sinks)
 
 
 class SparseMLAImpl:
     """The attention of one V3.2 layer. It keeps no state of its own: all layers of a model may share one.
 
-    In a CUDA graph: a captured `forward_mqa` allocates what the kernels need between them (lse, partial results, and
-    the output where `out` is not given), and every replay writes there again. torch captures into a memory pool of the
-    graph's own; with CuPy, warm up and capture under `cupy.cuda.using_allocator` of a pool that lives as long as
-    the graph. Replays allocate nothing.
+    CUDA graphs: a captured `forward_mqa` allocates what its kernels need (lse, partial results, and the output where
+    `out` is not given), and every replay writes there again. torch captures into a memory pool of the graph's own. With
+    CuPy, warm up and capture under `cupy.cuda.using_allocator` of a pool that lives as long as the graph. Replays
+    allocate nothing.
 
-    Where metadata has `dense_decodes`, these attend over all rows of their requests by `cupy_mla.dense_decode`. Their
-    index lists are neither converted nor read.
+    Dense decodes: the decodes that metadata names in `dense_decodes` attend over all rows of their requests, by
+    `cupy_mla.dense_decode`. Their index lists are neither converted nor read.
 
-    Models without RoPE (d_qk 512) attend over their rows of 512 in bf16. In an FP8 cache their rows are V3.2's, whose
-    RoPE part must be finite (`concat_and_cache_mla` writes zeros): it meets zeros beside the query.
+    Models without RoPE (d_qk 512): rows of a bf16 cache have 512 values. Rows of an FP8 cache are V3.2's. The query is
+    padded with zeros for their RoPE part, which must be finite (`concat_and_cache_mla` writes zeros).
 
     Args:
         config: the layer and the engine's maxima.
-        scale: factor on the dot products before the softmax; of DeepSeek-V3.2 `192 ** -0.5`, times the square of its
-            yarn factor where it has one: see `cupy_mla.sparse_prefill`.
-        workspace: scratch memory, shared with other layers; what the largest batch needs is reserved here.
+        scale: factor on the dot products before the softmax; in DeepSeek-V3.2 `192 ** -0.5`, times the square of its
+            yarn factor where it has one (see `cupy_mla.sparse_prefill`).
+        workspace: scratch memory that layers share. What the largest batch needs is reserved here.
 
     Raises:
         ValueError: the config is not one of V3.2 layers.
@@ -266,7 +266,8 @@ class SparseMLAImpl:
         return result if lse is None else (result, lse)
 
     def _dense(self, place: Place, metadata: SparseMLAMetadata) -> DenseDecodes | None:
-        """The decodes that take the dense way. In a graph that must hold at every replay."""
+        """The decodes that attend over all rows, or None. While a graph is captured there are such decodes only if no
+        sequence can be longer than topk, so that it holds at every replay."""
         dense, always = metadata.dense_decodes, self.config.max_model_len <= self.config.topk
         if dense is None or always or not (place.on_gpu and place.is_capturing()):
             return dense
@@ -325,7 +326,7 @@ class SparseMLAImpl:
             self._prefill(q[tokens], rows[:, None], lists.part(tokens), out[tokens], of_chunk)
 
     def _decode(self, q: Any, kv_cache: Any, lists: _Lists, kernel: FP8KernelMetadata, out: Any, lse: Any) -> None:
-        """Attention of query tokens over the cache. Each is a request of its own: lists end at places of their own."""
+        """Attention of query tokens over the cache, each as a request of its own, because its list has an own end."""
         if len(q) == 0:
             return
         _, found = planned_decode(
@@ -336,13 +337,13 @@ class SparseMLAImpl:
             lse[...] = found[..., 0]
 
     def _prefill(self, q: Any, rows: Any, lists: _Lists, out: Any, lse: Any) -> None:
-        """Attention of query tokens over flat rows. Without ends: with them full lists take up to 3 % longer."""
+        """Attention of query tokens over flat rows. Ends are not passed: with them full lists take up to 3 % longer."""
         _, _, found = sparse_prefill(q, rows, lists.slots[:, None], self.scale, attn_sink=lists.sinks, out=out)
         if lse is not None:
             lse[...] = found
 
     def _scratch(self, tokens: int, with_q: bool, rows: int) -> list[Any]:
-        """Room for a concatenated query (or none), slots, where each token's end, and gathered rows."""
+        """Scratch memory: the concatenated query if `with_q`, slots, the ends of lists, and gathered rows."""
         config = self.config
         return self.workspace.get_simultaneous(
             ((tokens if with_q else 0, config.num_heads, config.layout.d_qk), BFLOAT16),
@@ -354,7 +355,8 @@ class SparseMLAImpl:
     def _check(
         self, q: Any, kv_cache: Any, metadata: SparseMLAMetadata, topk_indices: Any, valid_counts: Any
     ) -> tuple[Place, Array]:
-        """What the operations below cannot know: that arguments fit the config and the batch."""
+        """Check that the arguments fit the config and the batch; the place, and the cache's description. Operations
+        check the rest."""
         shared = isinstance(topk_indices, PhysicalTopk)
         chosen = topk_indices.of(metadata).physical_topk_indices if shared else topk_indices
         place, (cache, topk) = bind(kv_cache=kv_cache, topk_indices=chosen)
@@ -381,7 +383,7 @@ class SparseMLAImpl:
         return place, cache.require(dtypes, "num_blocks", config.block_size, config.layout.last_axis)
 
     def _check_step(self, metadata: SparseMLAMetadata) -> None:
-        """That metadata is of a step of these layers; once a step."""
+        """Check once a step that metadata is of these layers."""
         require_instance("metadata", metadata, SparseMLAMetadata)
         config, extra = self.config, metadata.fp8_extra_metadata
         step = Step(

@@ -1,4 +1,4 @@
-"""Checks of a step's metadata against what it is handed to."""
+"""The check that a step's metadata fits the backend that gets it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from ..config import SparseMLAConfig
 
 
 class Step(NamedTuple):
-    """What every sort of metadata says of its step.
+    """What all kinds of metadata say about their step.
 
     Attributes:
-        name: of the argument, for errors.
-        requests, tokens, longest: requests, query tokens, and tokens of the longest sequence; 0 where it does not say.
+        name: the argument's name, for error messages.
+        requests, tokens: numbers of requests and query tokens.
+        longest: tokens of the longest sequence; 0 where the metadata does not say.
         array: one of its arrays, which are all in one place.
     """
 
@@ -32,7 +33,7 @@ class Step(NamedTuple):
             built_for: what the metadata was built for, by the names of the config's fields.
 
         Raises:
-            ValueError: it is not, and the message names the metadata and what differs.
+            ValueError: the step is none of these layers. The message names the metadata and what differs.
         """
         for field, value in built_for.items():
             wanted = getattr(config, field)

@@ -17,10 +17,10 @@ ALIGNMENT = 256  # bytes, of every view
 
 
 class Workspace:
-    """Hands out views of one allocation that grows to the largest request.
+    """Scratch memory as views of one allocation, which grows to the largest request.
 
-    The views of one call do not overlap; those of different calls do, so contents last until the next call only.
-    A captured CUDA graph keeps the addresses it saw: reserve the largest request first, then `lock`.
+    The views of one call do not overlap. Those of different calls do, so contents last until the next call only. A
+    captured CUDA graph keeps the addresses that it saw: reserve the largest request first, then `lock`.
 
     Args:
         place: where the memory lives, (kind of array, device); see `SparseMLAMetadataBuilder`.
@@ -35,11 +35,11 @@ class Workspace:
 
     @property
     def size(self) -> int:
-        """Bytes that can be handed out at once without growing."""
+        """Bytes that one call can get without growth."""
         return self._size
 
     def lock(self) -> None:
-        """From now on growing is an error."""
+        """Forbid growth from now on."""
         self.locked = True
 
     def get_simultaneous(self, *specs: tuple[tuple[int, ...], Any]) -> list[AnyArray]:
@@ -70,7 +70,7 @@ class Workspace:
 
 
 def _described(spec: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """A shape and a dtype that a view was asked for with."""
+    """A spec's shape and dtype, checked."""
     try:
         shape, dtype = spec
         lengths = tuple(shape)

@@ -1,9 +1,11 @@
 """Neighbouring launches of a call as one CUDA graph, which takes less host time than single launches.
 
-On an H200's host a launch takes 4 to 5 us, a graph of three launches 3 us, and 1.2 us more for each launch whose
-parameters differ from the graph's last run; others are not set again. Two graphs are kept, for calls with two sets of
-arguments in turn. So a kernel's grid should not depend on sizes: new grids are launched one by one, since to change
-three in a graph took 29 us.
+On an H200's host a launch takes 4 to 5 us. A graph of three launches takes 3 us, and 1.2 us more for each launch whose
+parameters differ from the graph's last run: only these are set again. Two graphs are kept, for calls that alternate
+between two sets of arguments.
+
+New grids are launched one by one, because to change three of them in a graph took 29 us. So the grid of a kernel should
+not depend on sizes.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from ..cuda import driver
 from ..cuda.kernel import Kernel
 
 Grid = tuple[int, int, int]
-Given = tuple[tuple[Grid, ...], tuple[bytes, ...]]  # grids and parameters of launches
+Settings = tuple[tuple[Grid, ...], tuple[bytes, ...]]  # grids and parameters of launches
 
-GRAPHS = 2  # of the same kernels
+GRAPHS = 2  # graphs of the same kernels
 
 
 def _destroy(name: str, handle: Any) -> None:
@@ -34,9 +36,9 @@ class _Node:
     """A launch in a graph, with memory of its own for the parameters.
 
     Attributes:
-        params: the driver's structure of its grid and its parameters.
-        handle: the driver's handle, once it is in a graph.
-        given: the grid and the parameters that its graph has; None: they are not known.
+        params: the driver's structure, with the launch's grid and parameters.
+        handle: the driver's handle, once the launch is in a graph.
+        given: the grid and the parameters that the graph has; None: a change of them was not completed.
     """
 
     def __init__(self, kernel: Kernel, device: int) -> None:
@@ -52,7 +54,7 @@ class _Node:
         self.given: tuple[Grid, bytes] | None = None
 
     def take(self, grid: Grid, params: bytes) -> None:
-        """Write them down for the driver; the graph does not have them yet."""
+        """Write grid and parameters into the driver's structure. The graph does not have them yet."""
         if self.given is None or grid != self.given[0]:
             self.params.gridDimX, self.params.gridDimY, self.params.gridDimZ = grid
         self._buffer.raw = params
@@ -63,11 +65,11 @@ class _Graph:
     """Launches as one executable graph of the driver.
 
     Attributes:
-        address: of the driver's object.
+        address: address of the driver's object.
         given: grids and parameters of its last run.
     """
 
-    def __init__(self, kernels: Sequence[Kernel], device: int, given: Given) -> None:
+    def __init__(self, kernels: Sequence[Kernel], device: int, given: Settings) -> None:
         nodes: list[_Node] = []
         with driver.relaxed_capture():
             graph = self._own("cuGraphDestroy", driver.call("cuGraphCreate", 0))
@@ -81,13 +83,13 @@ class _Graph:
             self._executable = self._own("cuGraphExecDestroy", driver.call("cuGraphInstantiate", graph, 0))
         self.address = int(self._executable)
         self._nodes = nodes
-        self.given: Given = given
+        self.given: Settings = given
 
-    def take(self, given: Given) -> None:
-        """Change grids and parameters of the launches where they are others."""
+    def take(self, given: Settings) -> None:
+        """Change the launches whose grid or parameters differ."""
         grids, params = given
         change = driver.api().cuGraphExecKernelNodeSetParams
-        self.given = (), ()  # until all are changed
+        self.given = (), ()  # in case that a change fails
         for node, new in zip(self._nodes, zip(grids, params, strict=True), strict=True):
             if node.given == new:
                 continue
@@ -99,13 +101,13 @@ class _Graph:
         self.given = given
 
     def _own(self, destroy: str, handle: Any) -> Any:
-        """A handle; the driver's function `destroy` destroys it together with this object."""
+        """Returns the handle. The driver's function `destroy` is called for it when this object goes."""
         weakref.finalize(self, _destroy, destroy, handle).atexit = False
         return handle
 
 
 class LaunchGraph:
-    """Launches one after the other, of the same kernels each time, with other grids and parameters.
+    """Launches of the same kernels one after the other, each time with other grids and parameters.
 
     Several threads and streams may share it; runs of a graph wait for each other on the GPU.
 
@@ -117,16 +119,16 @@ class LaunchGraph:
     def __init__(self, kernels: Sequence[Kernel], device: int) -> None:
         self.kernels: Sequence[Kernel] = kernels
         self._device = device
-        self._launch = driver.runtime().graphLaunch  # takes less time than the driver's by cuda-bindings
-        self._lock = threading.Lock()  # of the graphs until one is launched
+        self._launch = driver.runtime().graphLaunch  # faster than cuda-bindings' cuGraphLaunch
+        self._lock = threading.Lock()  # held until a graph is launched, so that no other thread changes it before
         self._graphs: list[_Graph] = []  # the one that was launched last comes first
-        self._recent: tuple[Any, Any] = ((), ())  # the two sets of grids that calls had last
+        self._recent: tuple[Any, Any] = ((), ())  # the last two sets of grids
 
     def __call__(self, stream: int, grids: tuple[Grid, ...], params: tuple[bytes, ...]) -> bool:
-        """Launch on a stream of the current device, which is not being captured: a capture takes no graph.
+        """Launch on a stream of the current device. The stream must not be captured: a capture takes no such graph.
 
         Returns:
-            False: nothing was launched, since these grids are new.
+            whether the kernels were launched; not if the grids are new.
         """
         last, other = self._recent
         if grids != last:
@@ -149,5 +151,5 @@ class LaunchGraph:
 
 @lru_cache(maxsize=64)
 def launch_graph(kernels: tuple[Kernel, ...], device: int) -> LaunchGraph:
-    """The one that all calls share that launch these kernels in a row, whatever their sizes."""
+    """The graph of all calls that launch these kernels in a row."""
     return LaunchGraph(kernels, device)

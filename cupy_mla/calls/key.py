@@ -1,7 +1,7 @@
-"""What a call's key consists of: all that its checks, its choices and its launches depend on, but for addresses.
+"""The key of a call: all that its checks, its choices and its launches depend on.
 
-Two calls with one key make the same launches, whose pointers alone differ. Of an address the key has what it is modulo
-`ALIGNMENT`, of a `Plan` its type. Of every other argument it has the type and the value.
+Two calls with one key make the same launches; only pointers differ. The key has an array's address modulo `ALIGNMENT`,
+its dtype, device, shape and strides; the type of a `Plan`; and the type and the value of every other argument.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _kernels: Callable[[], tuple[Any, ...]] = environment_snapshots(ATTENTION_KERNEL
 
 
 def process_settings() -> tuple[Any, ...]:
-    """What calls depend on beside their arguments: what is forced, and the kernels that the environment asks for. Read
-    at every call."""
+    """The settings of the process that calls depend on: what `cupy_mla.forced` and the environment force. Read at every
+    call."""
     return forced.names, _kernels()
 
 
-class Sorted(NamedTuple):
-    """Which of a call's arguments are arrays and which are settings, all but plans.
+class Partition(NamedTuple):
+    """A call's arguments divided into arrays and settings. Plans are neither.
 
     Attributes:
-        numbers: of the arrays.
-        library: theirs; None: there are none, or several libraries'.
-        arrays_of, settings_of: pick them from the arguments.
-        tuples: the numbers of settings that are tuples.
+        numbers: places of the arrays among the arguments.
+        library: the library of the arrays; None: there are no arrays, or they are of several libraries.
+        arrays_of, settings_of: functions that pick the arrays and the settings from the arguments.
+        tuples: places of the settings that are tuples.
     """
 
     numbers: tuple[int, ...]
@@ -52,51 +52,50 @@ class Sorted(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def sorted_by_type(types: tuple[Any, ...]) -> Sorted:
-    """Which arguments are what, by the types of all."""
+def partition_of(types: tuple[Any, ...]) -> Partition:
+    """The partition of arguments of these types."""
     libraries = [*map(library_of_class, types)]
     numbers = tuple(i for i, library in enumerate(libraries) if library is not None)
     theirs = {libraries[i] for i in numbers}
     settings = [i for i, cls in enumerate(types) if i not in numbers and cls is not Plan]
-    return Sorted(
+    return Partition(
         numbers, theirs.pop() if len(theirs) == 1 else None, picker(numbers), picker(settings),
         tuple(i for i in settings if types[i] is tuple),
     )  # fmt: skip
 
 
-Given = tuple[Sequence[Any], tuple[Any, ...], list[int]]  # a call's arrays, their facts, and their addresses
+# A call's arrays, what `Library.facts` reads of them, and their addresses.
+ReadArrays = tuple[Sequence[Any], tuple[Any, ...], list[int]]
 
 
-def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, Given]:
+def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, ReadArrays]:
     """A call's key, and what was read of its arrays.
 
     Args:
-        head: what `process_settings` says, how many arguments came by place, and the names of the others.
-        values: of all arguments, in that order.
+        head: `process_settings`, the number of positional arguments, and the names of the others.
+        values: all arguments, in that order.
 
     Raises:
-        TypeError: an array lies in host memory, or arrays are several libraries'. RuntimeError: a tensor has no
-            strides, or no memory.
+        TypeError: an array lies in host memory, or the arrays are of several libraries.
+        RuntimeError: a tensor has no strides, or no memory.
     """
     types = tuple(map(type, values))
-    numbers, library, arrays_of, settings_of, tuples = sorted_by_type(types)
+    numbers, library, arrays_of, settings_of, tuples = partition_of(types)
     arrays, facts, addresses = arrays_of(values), (), []
     if library is not None:
         facts, addresses = library.facts(arrays), library.addresses(arrays)
     elif numbers:
         raise TypeError("arrays of several libraries")
-    inner = [tuple(map(type, values[i])) for i in tuples] if tuples else ()
+    inner = [tuple(map(type, values[i])) for i in tuples] if tuples else ()  # 1, 1.0 and True are equal
     key = head, types, settings_of(values), *inner, facts, *map(mod, addresses, repeat(ALIGNMENT))
     return key, (arrays, facts, addresses)
 
 
 class Remembered:
-    """Values by keys, at most so many. The one that was not asked for the longest time goes first.
-
-    Several threads may share it.
+    """Values by keys. Beyond a number of them, the least recently used one is forgotten. Safe from several threads.
 
     Args:
-        most: the most values that it keeps.
+        most: so many values are kept.
     """
 
     def __init__(self, most: int) -> None:
@@ -122,7 +121,7 @@ class Remembered:
     def put(self, key: Any, value: Any) -> None:
         """Keep a value."""
         with self._lock:
-            self._values[key] = value  # a new one stands at the end
+            self._values[key] = value
             if len(self._values) > self._most:
                 self._values.popitem(last=False)
 

@@ -1,8 +1,8 @@
-"""Operations: a public function is its body, run once for each key; calls of a key that was seen repeat its launches.
+"""`operation` makes a public function of its body. On a GPU the body runs once for each key, and calls with a known key
+repeat its launches.
 
-What a key consists of says `key.py`. An operation remembers so many keys, the least recently used goes first. A call is
-compared with the last few calls first, which takes less time than to make its key. A call that fails is not remembered,
-so whatever is repeated has been checked.
+`key.py` says what a key consists of. Before its key is made, a call is compared with the last few calls, which takes
+less time. A call that fails is not remembered, so whatever is repeated has passed the checks.
 """
 
 from __future__ import annotations
@@ -20,48 +20,49 @@ from ..bridges import Comparison, library_of
 from ..cuda.kernel import Kernel
 from ..cuda.program import ALIGNMENT
 from .graph import launch_graph
-from .key import Key, Remembered, key_of, process_settings, sorted_by_type
+from .key import Key, Remembered, key_of, partition_of, process_settings
 from .prepared import kernels_of, prepare
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
-# Of an operation. Layers of a step share their sizes, and batches of decodes grow and shrink by a few: more are seldom
-# asked for again. Each is 40 to 60 objects that the garbage collector counts; many more make it look at the whole
-# process within an engine's step (docs/host_time.md).
+# Keys that an operation remembers. The layers of a step share their sizes, and batches of decodes change by a few
+# requests, so older keys seldom come again. Each is 40 to 60 objects that the garbage collector counts. With many more
+# of them it would look at the whole process within an engine's step (docs/host_time.md).
 MOST_KEYS = 128
-RECENT = 4  # calls that others are compared with, more than kinds of layers
+RECENT = 4  # calls that others are compared with: more than a model has kinds of layers
 
 _graph_operation: Callable[[str], Callable[..., Any]] | None = None
 
 
 def register_graph_operations(find: Callable[[str], Callable[..., Any]]) -> None:
-    """Register a function that finds, by an operation's name, what it becomes in a graph of torch.compile."""
+    """Register the function that finds, by an operation's name, its custom op for a graph of torch.compile."""
     global _graph_operation
     _graph_operation = find
 
 
-def _looks_for_torch() -> bool:
+def _torch_is_compiling() -> bool:
+    """Whether torch.compile is tracing this code, also where torch is imported later than this module."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
 def trace_detector() -> Callable[[], bool]:
-    """A function that tells whether torch.compile is reading this code: torch's own where torch is imported already."""
+    """A function that tells whether torch.compile is tracing this code: torch's own where torch is imported already."""
     torch = sys.modules.get("torch")
-    return _looks_for_torch if torch is None else torch.compiler.is_dynamo_compiling
+    return _torch_is_compiling if torch is None else torch.compiler.is_dynamo_compiling
 
 
 traced_by_torch: Callable[[], bool] = trace_detector()
 
 
 def in_graph(name: str) -> Callable[..., Any]:
-    """What the operation of that name becomes in a graph."""
+    """The custom op of the operation of that name."""
     assert _graph_operation is not None, "cupy_mla/__init__.py registers it"
     return _graph_operation(name)
 
 
 def traceable(operation: Operation) -> Operation:
-    """Let torch.compile take an operation that has no kernels; `operation` does it for the others."""
+    """Decorate an operation without kernels, so that torch.compile can trace it. `operation` does so for all others."""
 
     @wraps(operation)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -71,8 +72,10 @@ def traceable(operation: Operation) -> Operation:
 
 
 def differentiable(*results: str) -> Callable[[Operation], Operation]:
-    """Mark the body of an operation whose custom op has a backward: `operation` makes a call with a tensor that wants a
-    gradient by that op, unless one of these results is given."""
+    """Mark the body of an operation whose custom op has a backward.
+
+    A call with a tensor that requires a gradient is then made by that op, unless one of `results` is given.
+    """
 
     def mark(function: Operation) -> Operation:
         function.differentiable = results  # type: ignore[attr-defined]
@@ -81,44 +84,44 @@ def differentiable(*results: str) -> Callable[[Operation], Operation]:
     return mark
 
 
-_every: list[Calls] = []  # of every operation
+_operations: list[Calls] = []  # one for each operation
 
 
 def forget_calls() -> None:
-    """Let every operation see every call for the first time again."""
-    for calls in _every:
+    """Forget all calls of all operations."""
+    for calls in _operations:
         calls.forget()
     launch_graph.cache_clear()
 
 
-_listed: ContextVar[dict[Kernel, None] | None] = ContextVar("_listed", default=None)
+_listing: ContextVar[dict[Kernel, None] | None] = ContextVar("_listing", default=None)
 
 
 @contextmanager
 def listing() -> Iterator[dict[Kernel, None]]:
     """List kernels in a `with` block: calls of this thread over arrays on a GPU load and launch nothing, and return
-    None; the kernels that they would launch become keys of what `with` gives."""
-    for calls in _every:
-        calls.recents.clear()  # of which calls would be made
+    None. The kernels that they would launch become keys of the dict that `with` gives."""
+    for calls in _operations:
+        calls.recents.clear()  # a call like a recent one would be made
     found: dict[Kernel, None] = {}
-    token = _listed.set(found)
+    token = _listing.set(found)
     try:
         yield found
     finally:
-        _listed.reset(token)
+        _listing.reset(token)
 
 
 def operation(function: Operation) -> Operation:
     """Make a public operation of its body.
 
     The body describes its arrays (`bind`, `Place.optional`), checks them, gets results from `Place.output`, and hands
-    all to `Place.call`. It returns None, one value, or a tuple of values; a value is one of its arguments, `obj` of one
-    of its outputs, or a constant. On the host it runs at every call. On a GPU it runs once for a key, so what it does
-    must follow from the key (`key.py`).
+    all to `Place.call`. It returns None, one value, or a tuple of values. A value is an argument, `obj` of an output,
+    or a constant. On the host the body runs at every call. On a GPU it runs once for a key, so what it does must follow
+    from the key (`key.py`).
     """
     name, calls = function.__name__, Calls(function)
     recents = calls.recents
-    _every.append(calls)
+    _operations.append(calls)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -127,9 +130,9 @@ def operation(function: Operation) -> Operation:
         values = (*args, *kwargs.values()) if kwargs else args
         now = process_settings()
         if recents and not arrays.CHECK_VALUES:
-            seen = [*kwargs, *map(type, values)]
+            types = [*kwargs, *map(type, values)]
             for recent in recents:
-                if recent.seen == seen and recent.settings_of(values) == recent.settings and recent.now == now:
+                if recent.types == types and recent.settings_of(values) == recent.settings and recent.process == now:
                     given = recent.arrays_of(values)
                     addresses = recent.addresses_of(given)
                     if addresses is not None:
@@ -140,22 +143,23 @@ def operation(function: Operation) -> Operation:
 
 
 class _Recent:
-    """A call on a GPU, to compare others with.
+    """A call on a GPU that others are compared with.
 
     Attributes:
-        now: of `process_settings`.
-        seen: names of arguments by keyword, and the types of all arguments.
-        settings: the values of those that are neither arrays nor plans.
-        arrays_of, settings_of: pick from the arguments the arrays, and what are neither arrays nor plans.
-        addresses_of: of arrays that are like those of the call, None of others (`Library.comparison`).
-        run: of what was prepared.
+        process: its `process_settings`.
+        types: names of its keyword arguments, and the types of all arguments.
+        settings: the values of the arguments that are neither arrays nor plans.
+        arrays_of, settings_of: as of `Partition`.
+        addresses_of: compares arrays with the call's; the addresses of arrays that are alike, else None
+            (`Library.comparison`).
+        run: `Prepared.run` of its key.
     """
 
     def __init__(self, head: tuple[Any, ...], values: tuple[Any, ...], addresses_of: Comparison, run: Any) -> None:
         types = tuple(map(type, values))
-        _, _, self.arrays_of, self.settings_of, _ = sorted_by_type(types)
-        self.now, _, *names = head  # that of arguments by place follows from the other numbers
-        self.seen = [*names, *types]
+        _, _, self.arrays_of, self.settings_of, _ = partition_of(types)
+        self.process, _, *names = head  # the number of positional arguments follows from names and types
+        self.types = [*names, *types]
         self.settings = self.settings_of(values)
         self.addresses_of, self.run = addresses_of, run
 
@@ -164,7 +168,7 @@ class Calls:
     """The calls of one operation, and what is remembered of them.
 
     Attributes:
-        known: `Prepared` by keys.
+        known: the `Prepared` of each key.
         recents: the last `RECENT` calls whose keys were known.
     """
 
@@ -183,23 +187,28 @@ class Calls:
     def call(
         self, head: tuple[Any, ...], values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Make a call that is not like the last ones."""
+        """Make a call that is not like the last ones.
+
+        Args:
+            head, values: as for `key_of`.
+            args, kwargs: the same arguments as the caller gave them.
+        """
         if self._differentiable and any(map(_wants_gradient, values)):
             named = {**dict(zip(self._positional, args, strict=False)), **kwargs}
             if all(named.get(result) is None for result in self._differentiable):
                 return in_graph(self._function.__name__)(*args, **kwargs)
-        listed = _listed.get()
-        if listed is not None and any(map(_on_gpu, values)):
+        listing = _listing.get()
+        if listing is not None and any(map(_on_gpu, values)):
             names = (*self._positional[: len(args)], *kwargs)
-            listed.update(dict.fromkeys(kernels_of(self._function, names, values, len(kwargs))))
+            listing.update(dict.fromkeys(kernels_of(self._function, names, values, len(kwargs))))
             return None
         key: Key | None = None
         given = prepared = None
-        if not arrays.CHECK_VALUES:  # the body does that
+        if not arrays.CHECK_VALUES:  # the body checks values, so it runs at every call
             try:
                 key, given = key_of(head, values)
                 prepared = self.known.get(key)
-            except (RuntimeError, TypeError):  # what has no key: a setting without hash, a tensor without memory
+            except (RuntimeError, TypeError):  # there is no key: a setting without hash, a tensor without memory
                 key = given = None
         if prepared is not None and given is not None:
             found, _, addresses = given
@@ -210,9 +219,9 @@ class Calls:
         if len(args) > len(self._positional) or not any(map(_on_gpu, values)):
             return self._function(*args, **kwargs)
         names = (*self._positional[: len(args)], *kwargs)
-        prepared, found, addresses, for_others = prepare(self._function, names, values, len(kwargs), given)
+        prepared, found, addresses, repeatable = prepare(self._function, names, values, len(kwargs), given)
         result = prepared.run(found, addresses, values)
-        if key is not None and for_others:
+        if key is not None and repeatable:
             self.known.put(key, prepared)
         return result
 

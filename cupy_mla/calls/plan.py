@@ -1,9 +1,11 @@
-"""Memory for plans (`cuda/program.py`): what the first call with a plan finds on the GPU, for those that come later.
+"""Memory for plans (`cuda/program.py`): the first call with a plan fills it on the GPU, later calls load it.
 
-A plan is made on one stream, by eager calls or within one capture, and serves calls there: those come after the one
-that fills it. A call that finds no such plan makes one, in memory of its own, which others take once its launch is
-submitted. So calls of several threads may share a plan, too. Memory comes from the library's allocator, in a capture
-from the capture's pool, and goes back with the plan: whatever gets it next comes later on its stream.
+A plan serves the calls of one stream, either eager ones or those of one capture. They are in order there, so a later
+call finds the plan filled. A call that finds no plan for its stream makes one in memory of its own. Other calls get it
+once the launch that fills it is submitted, so several threads may share a plan.
+
+The memory comes from the library's allocator, in a capture from the capture's pool. It is freed with the plan, and
+whoever gets it next comes later on the stream.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from ..cuda import driver
 from ..cuda.program import PLAN_BYTES, Plan
 from .scratch import PER_THREAD_STREAM
 
-# A plan serves so many calls, more than a model has layers. Then it is made again, for one schedule may serve all steps
-# of a decode, whose lists grow.
+# A plan serves so many calls, more than a model has layers. Then a new one is made, because one schedule may serve many
+# steps, and their lists grow.
 MOST_CALLS = 128
 
 
@@ -31,19 +33,19 @@ class PlanMemory:
         """A plan for a launch on a stream of the current GPU.
 
         Args:
-            key: of `PlanField`.
+            key: as of `PlanField`.
             capturing: whether the stream is being captured.
 
         Returns:
-            its address, whether an earlier launch has filled it, and what `plan.made` is to be once the launch is
-            submitted: stream and sizes that the plan is for, its address, what holds its memory, calls with it.
+            the plan's address; whether an earlier launch has filled it; and the value of `plan.made` once the launch is
+            submitted: what the plan is for (stream, sizes), its address, the owner of its memory, the number of calls.
         """
         where = self._device, stream, driver.capture_of(stream) if capturing else 0, key
         if plan.made:
             made_for, address, memory, calls = plan.made
             if made_for == where and calls < MOST_CALLS:
                 return address, True, (where, address, memory, calls + 1)
-        if stream == PER_THREAD_STREAM:  # one handle for many streams
+        if stream == PER_THREAD_STREAM:  # one handle for many streams, whose calls are in no order
             return 0, False, ()
         address, memory = self._allocate(PLAN_BYTES)
         return address, False, (where, address, memory, 1)

@@ -1,8 +1,8 @@
-"""Prepared calls: an operation's body run once for a key, and its program ready to run again with new addresses.
+"""Prepared calls: an operation's body runs once for a key, and its program is run again with new addresses.
 
-The body gets descriptions of its arrays whose addresses are `Pointer`s, in a `CallPlace`: there results become buffers
-and the launcher's program is kept, so that nothing is allocated before all checks are done. `Prepared` is what this
-program comes to: the bytes of parameter structs between the fields that differ from run to run, and where those go.
+The body gets descriptions of its arrays whose addresses are `Pointer`s. Their place is a `CallPlace`: it describes
+results as buffers and keeps the launcher's program, so nothing is allocated before all checks are done. `Prepared`
+makes of the program what a run needs: the constant bytes of parameter structs, and which addresses go between them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from ..cuda.kernel import Kernel
 from ..cuda.program import Buffer, Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Step, argument_buffers
 from ..cuda.structs import picker
 from .graph import LaunchGraph, launch_graph
-from .key import Given, sorted_by_type
+from .key import ReadArrays, partition_of
 from .plan import PlanMemory
 from .scratch import ScratchMemory, scratch_memory
 
-OF_A_RUN = frozenset((Pointer, Nonce, PlanField))  # the types of fields that differ from run to run
+RUN_FIELDS = frozenset((Pointer, Nonce, PlanField))  # the types of fields that differ from run to run
 
-
-# Of an `Array`, and of a place.
 _PLACE, _READ, _WRITTEN = map(attrgetter, ("place", "read", "written"))
 _WANTS_GRADIENT = attrgetter("wants_gradient")
 _ON_GPU = attrgetter("on_gpu")
@@ -41,7 +39,7 @@ class CallPlace(Place):
         program: what the launcher returned.
         arrays: how many arrays the caller gave.
         results: the arrays that the call allocates and may return.
-        given: the caller's arrays that the launcher got.
+        given: all arrays that the launcher got.
     """
 
     program: Program
@@ -57,6 +55,7 @@ class CallPlace(Place):
         return made
 
     def new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """The description of a result, which each run allocates."""
         buffer = Buffer(name, self.arrays + len(self.results), shape, dtype)
         array = Array(name, buffer, self, dtype, shape, dense_strides(shape), Pointer(buffer))  # type: ignore[arg-type]
         self.results.append(array)
@@ -79,7 +78,7 @@ class CallPlace(Place):
 
 
 def prepare(
-    function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], keywords: int, given: Given | None
+    function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], keywords: int, given: ReadArrays | None
 ) -> tuple[Prepared, Sequence[Any], list[int], bool]:
     """Run an operation's body for a call with an array on a GPU, and prepare its program.
 
@@ -88,19 +87,19 @@ def prepare(
         names: of the arguments.
         values: all arguments.
         keywords: how many of them, the last ones, come by name.
-        given: what was read of the call's arrays, where its key was made.
+        given: what was read of the call's arrays when its key was made; None: there is no key.
 
     Returns:
-        what makes the call; its arrays and their addresses; and whether it makes the other calls of this key: not where
-        the body looked at what an array holds, and not where one array has two names, for which another call may have
-        two arrays.
+        what makes the call; its arrays and their addresses; and whether it can make other calls of this key. It cannot
+        if the body looked at the values in an array, or if one array was given under two names, where another call may
+        have two arrays.
     """
-    place, arrays, values, result, objs, addresses = _run(function, names, values, keywords, given)
+    place, arrays, values, result, objs, addresses = _run_body(function, names, values, keywords, given)
     ids = [*map(id, objs)]
-    for_others = len({*ids}) == len(ids) and True not in map(_READ, arrays)
+    repeatable = len({*ids}) == len(ids) and True not in map(_READ, arrays)
     prepared = Prepared(place, ids, values, result)
-    place.given, place.results = [], []  # whose place it is: what refers to itself is left to the garbage collector
-    return prepared, objs, addresses, for_others
+    place.given, place.results = [], []  # they refer to the place: a cycle would be left to the garbage collector
+    return prepared, objs, addresses, repeatable
 
 
 def kernels_of(
@@ -111,16 +110,23 @@ def kernels_of(
     Args:
         function, names, values, keywords: as for `prepare`.
     """
-    place, *_ = _run(function, names, values, keywords, None)
+    place, *_ = _run_body(function, names, values, keywords, None)
     return (step.kernel for step in place.program if isinstance(step, Launch))
 
 
-def _run(
-    function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], keywords: int, given: Given | None
+def _run_body(
+    function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], keywords: int, given: ReadArrays | None
 ) -> tuple[CallPlace, Sequence[Array], Sequence[Any], Any, Sequence[Any], list[int]]:
-    """Run an operation's body: the place, which has the program; the caller's arrays, described; the arguments with
-    these; what the body returned; the arrays and their addresses. Arguments as for `prepare`."""
-    numbers, library, arrays_of, _, _ = sorted_by_type(tuple(map(type, values)))
+    """Run an operation's body.
+
+    Args:
+        function, names, values, keywords, given: as for `prepare`.
+
+    Returns:
+        the place, which has the program; descriptions of the caller's arrays; the arguments with these in the arrays'
+        places; what the body returned; the arrays; and their addresses.
+    """
+    numbers, library, arrays_of, _, _ = partition_of(tuple(map(type, values)))
     names_of_arrays, objs = arrays_of(names), arrays_of(values)
     buffers, arrays = argument_buffers(names_of_arrays), None
     device = None if library is None else library.device_of(objs[0])
@@ -128,7 +134,7 @@ def _run(
         _, facts, addresses = given
         place = CallPlace.at(place_at(library.name, device), len(buffers))
         arrays = library.described(names_of_arrays, objs, facts, place, [*map(Pointer, buffers, repeat(0), addresses)])
-    if arrays is None:  # one by one, which says what is wrong
+    if arrays is None:  # described one by one, they raise the error that names the argument
         arrays = [*map(describe, names_of_arrays, objs)]
         addresses = [array.ptr for array in arrays]
         on_gpu = next(filter(_ON_GPU, map(_PLACE, arrays)))
@@ -144,15 +150,16 @@ def _run(
     return place, arrays, values, result, objs, addresses
 
 
-# An array: its number; bytes from its address to its first byte, and to that behind its last; its name.
+# The bytes of an array: its number; from its address to its first byte, and to the byte behind its last; its name.
 _Span = tuple[int, int, int, str]
 
 
-def _apart(given: Sequence[Array]) -> list[tuple[_Span, int, list[_Span]]]:
-    """Every array that is written, the number of the input that it may be, or -1, and those it must not overlap.
+def _overlap_checks(given: Sequence[Array]) -> list[tuple[_Span, int, list[_Span]]]:
+    """For every array that is written: its bytes; the number of the input that it may be, or -1; and the arrays that it
+    must not overlap.
 
     Args:
-        given: what the launcher of a call got, results among it.
+        given: all arrays that the launcher of a call got.
     """
     given = [a for a in given if type(a.obj) is not Buffer]
     others: list[_Span] = [(a.ptr.buffer.number, *a.extent(), a.name) for a in given]  # type: ignore[attr-defined]
@@ -166,7 +173,7 @@ def _apart(given: Sequence[Array]) -> list[tuple[_Span, int, list[_Span]]]:
 
 
 class _Launch(NamedTuple):
-    """A launch, whose parameters are packed from those items that are picked."""
+    """A launch. `pick` takes its items from those of a run, `pack` makes the bytes of its parameters of them."""
 
     submit: driver.Submit
     x: int
@@ -178,7 +185,7 @@ class _Launch(NamedTuple):
 
 
 class _Clear(NamedTuple):
-    """Memory to be cleared: `item` is the number of its address."""
+    """Memory to be cleared. `item` is the number of its address among the items of a run."""
 
     item: int
     nbytes: int
@@ -192,8 +199,12 @@ class _Together(NamedTuple):
     launches: list[Any]
 
 
-def _joined(program: Program, made: Sequence[Any], device: int) -> list[Any]:
-    """A program's steps, where neighbours that may stand in a CUDA graph are one."""
+def _with_graphs(program: Program, made: Sequence[Any], device: int) -> list[Any]:
+    """The steps of a program, with neighbouring launches joined that one CUDA graph can make.
+
+    Args:
+        made: a `_Launch` or `_Clear` for each step.
+    """
     joined: list[Any] = []
     for joins, steps in groupby(zip(program, made, strict=True), lambda pair: _joins_graphs(pair[0], device)):
         neighbours: list[Any] = list(steps)
@@ -209,15 +220,18 @@ def _joined(program: Program, made: Sequence[Any], device: int) -> list[Any]:
 class Prepared:
     """A program ready to run. It holds no array of the call that it was made of.
 
-    A run makes a list of *items*: addresses of the arrays, of results and of scratch memory; a plan's address, and
-    whether it is filled; then constant bytes of parameters, nonces, and addresses within that memory, as they come.
-    Parameters are packed from items.
+    A run makes a list of *items*, from which parameters are packed:
+
+    - the addresses of the arrays, of the results, and of the scratch memory;
+    - the address of a plan, and whether it is filled;
+    - in the order in which parameters need them: constant bytes of parameters, nonces, and addresses that lie within
+      the arrays, results and scratch memory.
 
     Args:
-        place: of a call, after its body ran.
+        place: the place of a call whose body ran.
         given: `id`s of the call's arrays.
-        values: all arguments.
-        result: what the body returned: arguments, results, constants, or a tuple of these.
+        values: all arguments, with arrays described.
+        result: what the body returned: an argument, a result, a constant, or a tuple of these.
     """
 
     _plans: PlanMemory | None = None
@@ -229,15 +243,16 @@ class Prepared:
         self.device: int = place.device
         self._library = place.library
         self._stream = self._library.stream_reader(self.device)
-        self._ask: Callable[[int], bool] = _no  # whether a stream is being captured, where it matters
-        self._apart = _apart(place.given) if True in map(_WRITTEN, place.given) else ()
-        self._make = self._library.result_maker(place.results) if place.results else None
+        # Whether a stream is being captured. That is asked only for programs to which it makes a difference.
+        self._is_capturing: Callable[[int], bool] = _never
+        self._overlap_checks = _overlap_checks(place.given) if True in map(_WRITTEN, place.given) else ()
+        self._make_results = self._library.result_maker(place.results) if place.results else None
         constants = place.arrays + len(place.results)
         self._number_steps(place.program, constants)
         if self._plan_key is not None:
-            self._plan = [*map(type, values)].index(Plan)
+            self._plan_argument = [*map(type, values)].index(Plan)
         picked: list[int] = []
-        self._returned: list[Any] = []  # constants
+        self._constants: list[Any] = []  # that the call returns
         for leaf in result if type(result) is tuple else (result,):
             if type(leaf) is Buffer:
                 assert leaf.number is not None, "a body returns no scratch memory"
@@ -245,85 +260,87 @@ class Prepared:
             elif id(leaf) in given:
                 picked.append(given.index(id(leaf)))
             else:
-                picked.append(constants + len(self._returned))
-                self._returned.append(leaf)
-        # Makes what the call returns of its arrays, its results and the constants.
-        self._result = picker(picked) if type(result) is tuple else itemgetter(*picked)
+                picked.append(constants + len(self._constants))
+                self._constants.append(leaf)
+        # Picks what the call returns from its arrays, its results and the constants.
+        self._pick_result = picker(picked) if type(result) is tuple else itemgetter(*picked)
 
     def _number_steps(self, program: Program, scratch: int) -> None:
-        """Number the items, and say which of them parameters and steps take.
+        """Number the items, and make the steps, which take items by their numbers.
 
         Args:
             scratch: the number of the scratch memory's address.
         """
-        self._numbered = scratch
-        self._within: dict[Buffer, int] = {}  # where buffers start in the scratch memory
-        self._more: list[Any] = []  # constants, and places for the items that a run computes
-        self._nonces: list[int] = []
-        self._derived: dict[tuple[int, int], int] = {}  # by the number of a start, and how many bytes from there
-        packers: dict[int, tuple[Any, Any]] = {}  # what packs a struct, and what picks that from the items, by `id`
+        self._scratch_number = scratch
+        self._scratch_offsets: dict[Buffer, int] = {}  # where buffers start in the scratch memory
+        self._later_items: list[Any] = []  # the items behind the plan's: constants, and 0 for those that a run computes
+        self._nonces: list[int] = []  # numbers of items
+        # Numbers of the items that are addresses within memory, by the number of its start and the bytes from there.
+        self._derived: dict[tuple[int, int], int] = {}
+        packers: dict[int, tuple[Any, Any]] = {}  # `pack` and `pick` of each struct, by its `id`
         made: list[Any] = []
         launches = 0
         for step in program:
             if isinstance(step, Clear):
-                made.append(_Clear(self._number(step.pointer), step.nbytes))
+                made.append(_Clear(self._number_of(step.pointer), step.nbytes))
                 continue
             kernel, grid, params, cluster = step
             packing = packers.get(id(params))
-            if packing is None:  # launches may share them
-                packer, fields, between = params.of.split(params.values, OF_A_RUN)
+            if packing is None:  # launches may share a struct
+                packer, fields, between = params.of.split(params.values, RUN_FIELDS)
                 picked = [0] * (len(fields) + len(between))
-                picked[::2] = self._add(between)
-                picked[1::2] = [*map(self._number, fields)]
+                picked[::2] = self._add_items(between)
+                picked[1::2] = [*map(self._number_of, fields)]
                 packing = packers[id(params)] = packer.pack, picker(picked)
             made.append(_Launch(kernel.submitter(self.device), *grid, cluster, *packing))
             launches += 1
         self._steps: list[Any] = made
         if launches > 1:
-            self._steps = _joined(program, made, self.device)
+            self._steps = _with_graphs(program, made, self.device)
             if _Together in map(type, self._steps):
-                self._ask = driver.runtime().streamIsCapturing
+                self._is_capturing = driver.runtime().streamIsCapturing
 
-    def _add(self, items: Sequence[Any]) -> range:
-        """The numbers of items that are added."""
-        start = self._numbered + 3 + len(self._more)
-        self._more += items
+    def _add_items(self, items: Sequence[Any]) -> range:
+        """Add items behind all others; their numbers."""
+        start = self._scratch_number + 3 + len(self._later_items)
+        self._later_items += items
         return range(start, start + len(items))
 
-    def _number(self, field: Any) -> int:
-        """That of a field that differs from run to run."""
+    def _number_of(self, field: Any) -> int:
+        """The number of the item that goes into a field of the types `RUN_FIELDS`."""
         if type(field) is Pointer:
             start = field.buffer.number
             if start is not None and not field.offset:
                 return start
         else:
             if type(field) is Nonce:
-                self._nonces += self._add((0,))
+                self._nonces += self._add_items((0,))
                 return self._nonces[-1]
             if self._plans is None:
                 self._plans, self._plan_key = PlanMemory(self._library, self.device), field.key
-                self._ask = driver.runtime().streamIsCapturing
-            return self._numbered + 1 + (field.name == "filled")
+                self._is_capturing = driver.runtime().streamIsCapturing
+            return self._scratch_number + 1 + (field.name == "filled")
         buffer, offset = field.buffer, field.offset
         if start is None:
-            start = self._numbered
-            if buffer not in self._within:
+            start = self._scratch_number
+            if buffer not in self._scratch_offsets:
                 self._scratch = scratch_memory(self._library, self.device)
-                self._ask = driver.runtime().streamIsCapturing
-                self._within[buffer] = aligned_up(self._scratch_bytes)
-                self._scratch_bytes = self._within[buffer] + buffer.nbytes
-            offset += self._within[buffer]
+                self._is_capturing = driver.runtime().streamIsCapturing
+                self._scratch_offsets[buffer] = aligned_up(self._scratch_bytes)
+                self._scratch_bytes = self._scratch_offsets[buffer] + buffer.nbytes
+            offset += self._scratch_offsets[buffer]
         if not offset:
             return start
         if (start, offset) not in self._derived:
-            (self._derived[start, offset],) = self._add((0,))
+            (self._derived[start, offset],) = self._add_items((0,))
         return self._derived[start, offset]
 
     def run(self, arrays: Sequence[Any], addresses: Sequence[int], values: Sequence[Any]) -> Any:
         """Make a call.
 
         Args:
-            arrays: of the call. addresses: of these.
+            arrays: the call's arrays.
+            addresses: of the arrays.
             values: all arguments.
 
         Returns:
@@ -335,7 +352,7 @@ class Prepared:
         if driver.THREAD.current_device() != self.device:
             with self._library.to_device(self.device):
                 return self.run(arrays, addresses, values)
-        for (written, start, end, name), may_be, others in self._apart:
+        for (written, start, end, name), may_be, others in self._overlap_checks:
             start += (at := addresses[written])
             end += at
             for other, other_start, other_end, other_name in others:
@@ -344,25 +361,25 @@ class Prepared:
                     require_apart(name, arrays[written], other_name, arrays[other], other == may_be)
         items = [*addresses]
         results: Sequence[Any] = ()
-        if self._make is not None:
-            results, starts = self._make()
+        if self._make_results is not None:
+            results, starts = self._make_results()
             items += starts
         if self._steps:
             self._launch(items, values)
-        return self._result((*arrays, *results, *self._returned))
+        return self._pick_result((*arrays, *results, *self._constants))
 
     def _launch(self, items: list[Any], values: Sequence[Any]) -> None:
-        """Add what is left to the items, and make the steps."""
+        """Complete the items, and run the steps."""
         stream = self._stream()
-        capturing = self._ask(stream)
+        capturing = self._is_capturing(stream)
         block, start, address, filled, made = None, 0, 0, 0, None
         try:
             if self._scratch is not None:
                 block = self._scratch.take(self._scratch_bytes, stream, capturing)
                 start = block[0]
             if self._plans is not None:
-                address, filled, made = self._plans.take(values[self._plan], self._plan_key, stream, capturing)
-            items += start, address, filled, *self._more
+                address, filled, made = self._plans.take(values[self._plan_argument], self._plan_key, stream, capturing)
+            items += start, address, filled, *self._later_items
             for number in self._nonces:
                 items[number] = Nonce.next()
             for (base, offset), number in self._derived.items():
@@ -380,18 +397,18 @@ class Prepared:
                         for (submit, x, y, z, cluster, _, _), params in zip(launches, given, strict=True):
                             submit(stream, x, y, z, params, cluster)
             if self._plans is not None:
-                values[self._plan].made = made
+                values[self._plan_argument].made = made
         finally:
             if block is not None:
                 block[1].append(block)
 
 
-def _no(stream: int) -> bool:
+def _never(stream: int) -> bool:
     return False
 
 
 def _joins_graphs(step: Step, device: int) -> bool:
-    """Whether a step may stand in a CUDA graph of ours: a launch without attributes."""
+    """Whether one of our CUDA graphs may have a step: only launches without attributes."""
     if isinstance(step, Clear) or step.cluster != 1 or step.kernel.cooperative:
         return False
     return not driver.overlaps(step.kernel, device)

@@ -1,1 +1,1 @@
-"""Checks of a call: `options.py` settings, `validate.py` arrays, `values.py` what arrays hold."""
+"""Checks of a call's arguments: `options.py` of settings, `validate.py` of arrays, `values.py` of values in arrays."""

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 LARGEST_INT = int(np.iinfo(np.int32).max)
-LARGEST_SCALE = float(np.finfo(np.float32).max) / 2  # the kernels keep it times log2(e) as float32
+LARGEST_SCALE = float(np.finfo(np.float32).max) / 2  # the kernels multiply it by log2(e) in float32
 
-
-_SHORT = (bool, int, float, str, bytes, np.generic, type(None))
+_SHORT = (bool, int, float, str, bytes, np.generic, type(None))  # messages show values of these types
 
 
 def number(value: Any) -> str:
@@ -21,7 +20,7 @@ def number(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of the wrong type, for a message; of what may hold arrays its type alone."""
+    """A value of the wrong type, for a message. Only the type is shown of a value that may hold arrays."""
     kind = type(value).__name__
     if not isinstance(value, _SHORT):
         return f"an object of type {kind}"
@@ -32,8 +31,12 @@ def require_integer(name: str, value: Any, least: int, most: int | None = None, 
     """Check an integer and its range; returns it as an int.
 
     Args:
-        most: None: what int32 can hold.
+        least, most: the range; `most` None: the largest int32.
         meaning: what `most` is, for the message.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is out of range.
     """
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an integer, got {shown(value)}")
@@ -59,7 +62,7 @@ def require_instance(name: str, value: Any, wanted: type) -> None:
 
 
 def require_together(**arguments: Any) -> None:
-    """Check that of arguments which go together all are given, or none."""
+    """Check that arguments which go together are given together, or none of them."""
     given = [name for name, value in arguments.items() if value is not None]
     if 0 < len(given) < len(arguments):
         *others, last = arguments
@@ -76,7 +79,7 @@ def require_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def require_scale(name: str, value: Any) -> float:
-    """Check a factor on dot products, a number or an array of one; returns it as a float."""
+    """Check a factor on dot products, which is a number or an array of one item; returns it as a float."""
     try:
         if value is None or isinstance(value, (bool, np.bool_, str, bytes)):
             raise TypeError

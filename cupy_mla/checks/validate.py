@@ -1,4 +1,4 @@
-"""Checks that several operations share. Each raises an error that names the argument, what was expected, what came."""
+"""Checks of arrays that several operations share. An error names the argument, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .options import require_choice, require_integer
 QUANTIZED = (UINT8, E4M3)
 
 MAX_HEADS = 128
-ALIGNMENT = 16  # bytes, of start and blocks of quantized caches
-INDEXER_ALIGNMENT = 4  # of the indexer's: blocks of an odd number of tokens allow no more
+ALIGNMENT = 16  # bytes: the start and the blocks of a quantized cache are multiples
+INDEXER_ALIGNMENT = 4  # the same for the indexer's caches, whose blocks may have an odd number of tokens
 
 
 def require_d_v(name: str, d_v: int) -> None:
@@ -54,8 +54,13 @@ def cache_layout(
     """The layout of a cache array, told by its dtype and last axis.
 
     Args:
-        others: the functions that do the same for other layouts, for the message.
-        asked: the layout's name, if the caller gives one, and by which argument.
+        allowed: the layouts that the operation takes.
+        others: other layouts, with the names of the functions that take them, for the message.
+        asked: the layout's name, if the caller gives one.
+        asked_by: the argument that gives it.
+
+    Raises:
+        ValueError: the array has no allowed layout, not the one that is asked for, or may have several.
     """
     if asked is not None:
         require_choice(asked_by, asked, names(allowed))
@@ -80,15 +85,15 @@ def cache_layout(
 
 @lru_cache(maxsize=1024)
 def _layouts_of(dtype: np.dtype, last: int, asked: str | None, among: tuple[Layout, ...]) -> tuple[Layout, ...]:
-    """The layouts that a cache array with such a last axis may have: those of the name that is asked for, or that are
-    told by the array, if there are any."""
+    """The layouts that a cache array with such a dtype and last axis may have. If some have the name that is asked for,
+    or without a name are told by the array, only those."""
     found = [a for a in dict.fromkeys(among) if a.last_axis == last and a.quantized == (dtype in QUANTIZED)]
     found = [a for a in found if (asked in a.names if asked is not None else a.told)] or found
     return tuple([a for a in found if a.quantized or a.dtype == dtype] or found)
 
 
 def require_rows(kv: Array, layout: Layout) -> Array:
-    """Check where flat rows [s_kv, 1, d_qk] of a layout start; returns them."""
+    """Check the alignment of flat rows [s_kv, 1, d_qk] of a layout; returns them."""
     if layout.quantized and not kv.aligned(ALIGNMENT):
         raise ValueError(f"{kv.name}: rows of {layout.name} must start at multiples of {ALIGNMENT} bytes in memory")
     return kv

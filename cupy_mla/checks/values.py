@@ -1,7 +1,7 @@
-"""Checks of what arrays hold, made when asked: `CUPY_MLA_CHECK=1` or `cupy_mla.set_checks(True)`.
+"""Checks of the values in arrays, made under `CUPY_MLA_CHECK=1` or `cupy_mla.set_checks(True)`.
 
-They read values back to the host, so they wait for a GPU. A number out of range is an `IndexError`, two of a kind where
-each may be written once are a `ValueError`; both name the argument and the first entry that is wrong.
+They read values back to the host, so they wait for a GPU. A value out of range is an `IndexError`. Two writes to one
+place are a `ValueError`. Both name the argument and the first entry that is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..bridges import to_numpy
 
 
 def host(array: Array) -> np.ndarray:
-    """What an array holds.
+    """The values of an array.
 
     Raises:
         RuntimeError: the caller's stream is being captured, and cannot be waited for.
@@ -30,18 +30,19 @@ def host(array: Array) -> np.ndarray:
 
 
 def first_of(wrong: np.ndarray) -> tuple[int, ...] | None:
-    """Where the first True is; None where there is none."""
+    """The index of the first True; None: there is none."""
     return tuple(map(int, np.argwhere(wrong)[0])) if wrong.any() else None
 
 
 def _refuse(name: str, values: np.ndarray, wrong: np.ndarray, why: str) -> None:
+    """Raise an IndexError for the first value that is wrong."""
     at = first_of(wrong)
     if at is not None:
         raise IndexError(f"{name}{list(at)} is {values[at]}, {why}")
 
 
 def check_lengths(array: Array, most: Any = None, of: str = "") -> np.ndarray:
-    """Lengths of 0 to `most`; returns them as int64."""
+    """Check lengths: from 0 to `most`, which `of` explains; returns them as int64."""
     values = host(array).astype(np.int64)
     _refuse(array.name, values, values < 0, "a length cannot be negative")
     if most is not None:
@@ -50,7 +51,7 @@ def check_lengths(array: Array, most: Any = None, of: str = "") -> np.ndarray:
 
 
 def check_bounds(array: Array, bounds: np.ndarray) -> None:
-    """Lengths that are not negative and within bounds, one a length."""
+    """Check lengths: from 0 to a bound each."""
     values = check_lengths(array)
     at = first_of(values > bounds)
     if at is not None:
@@ -58,45 +59,44 @@ def check_bounds(array: Array, bounds: np.ndarray) -> None:
 
 
 def check_ranges(starts: Array | None, ends: Array | None, width: Any) -> None:
-    """Ranges of columns, which may be empty, in rows of `width`."""
+    """Check ranges of columns in rows of `width`. They may be empty."""
     if starts is not None:
         values = host(starts)
         _refuse(starts.name, values, values < 0, "a range cannot start below 0")
     if ends is not None:
-        values, width = host(ends), width
+        values = host(ends)
         _refuse(ends.name, values, values > width, f"rows end at {width}")
 
 
 def check_widths(starts: Array, ends: Array, width: int) -> None:
-    """Ranges of at most so many keys."""
+    """Check that ranges have at most `width` keys."""
     widths = host(ends).astype(np.int64) - np.maximum(host(starts), 0)
     _refuse(ends.name, host(ends), widths > width, f"its range has more than {width} keys (max_seqlen_k)")
 
 
 def check_rotations(positions: Array, rows: Any) -> None:
-    """Positions that a table of angles has a row for, negative ones aside."""
-    values, rows = host(positions), rows
+    """Check that a table of angles has a row for each position that is not negative."""
+    values = host(positions)
     _refuse(positions.name, values, values >= rows, f"the table of angles has {rows} rows")
 
 
 def check_contexts(lens: Array, most: Any, table: Array, cache: Array) -> None:
-    """Context lengths, of requests [B] or of their tokens [B, n], and that a block of the cache holds every key."""
+    """Check context lengths of requests [B] or of their tokens [B, n], and that each key has a block of the cache."""
     values = check_lengths(lens, most, "max_context_len is")
     end = values if values.ndim == 1 else values.max(1, initial=0)
     check_blocks(table, np.zeros_like(end), end, cache, lens.name)
 
 
 def check_offsets(array: Array) -> np.ndarray:
-    """A running sum that does not start below 0; returns it as int64."""
+    """Check a running sum: it starts at 0 or above; returns it as int64."""
     values = host(array).astype(np.int64)
     _refuse(array.name, values, np.diff(values, prepend=0) < 0, "offsets must neither start below 0 nor go down")
     return values
 
 
 def check_lists(indices: Array, rows: Any, length: Array | None) -> None:
-    """Index lists [..., topk] of rows of a cache; entries at or after the length of a query are not looked at."""
-    topk, rows = indices.shape[-1], rows
-    values = host(indices)
+    """Check index lists [..., topk] of rows of a cache. Entries at or after the length of a list are not checked."""
+    topk, values = indices.shape[-1], host(indices)
     wrong = values >= rows
     if length is not None:
         lengths = check_lengths(length, topk, "the lists have a topk of")
@@ -105,7 +105,8 @@ def check_lists(indices: Array, rows: Any, length: Array | None) -> None:
 
 
 def check_slots(slots: Array, cache: Array, written: bool = True) -> None:
-    """Slots of a cache [num_blocks, block_size, ...], each written once where they are; negative ones are skipped."""
+    """Check slots of a cache [num_blocks, block_size, ...]; `written`: each may occur once. Negative ones are
+    ignored."""
     capacity = cache.shape[0] * cache.shape[1]
     values = host(slots)
     _refuse(slots.name, values, values >= capacity, f"the cache has {capacity} slots")
@@ -114,7 +115,7 @@ def check_slots(slots: Array, cache: Array, written: bool = True) -> None:
 
 
 def check_written_once(name: str, slots: np.ndarray) -> None:
-    """That no slot of [T], negative ones aside, stands there twice."""
+    """Check that no slot of [T] occurs twice. Negative ones are ignored."""
     order = np.argsort(slots, kind="stable")
     again = np.flatnonzero((np.diff(slots[order]) == 0) & (slots[order[1:]] >= 0))
     if again.size:
@@ -123,8 +124,8 @@ def check_written_once(name: str, slots: np.ndarray) -> None:
 
 
 def check_requests(array: Array, requests: Any, looked_at: Array | None = None) -> None:
-    """Numbers of requests; `looked_at` says which of them are read."""
-    values, requests = host(array), requests
+    """Check numbers of requests; with `looked_at` only those that the operation reads."""
+    values = host(array)
     wrong = (values < 0) | (values >= requests)
     if looked_at is not None:
         wrong &= host(looked_at)
@@ -132,14 +133,15 @@ def check_requests(array: Array, requests: Any, looked_at: Array | None = None) 
 
 
 def check_prefills(array: Array, starts: Array) -> None:
-    """Numbers of prefills [T], negative ones aside, and their first rows [P], none negative."""
+    """Check numbers of prefills [T], of which negative ones are ignored, and the first rows [P] of prefills."""
     values, first = host(array), host(starts)
     _refuse(array.name, values, values >= len(first), f"there are {len(first)} prefills")
     _refuse(starts.name, first, first < 0, "a workspace has no such row")
 
 
 def check_positions(array: Array, table: Array, block_size: Any, looked_at: np.ndarray | None = None) -> None:
-    """Positions [T, K] that the rows of a block table reach, negative ones aside, of tokens `looked_at` [T]."""
+    """Check that the rows of a block table reach positions [T, K]. Negative ones, and tokens not `looked_at` [T], are
+    ignored."""
     values, reach = host(array), table.shape[1] * block_size
     wrong = values >= reach
     if looked_at is not None:
@@ -154,20 +156,21 @@ def stray_block(
     block_size: int,
     num_blocks: int,
 ) -> tuple[int, ...] | None:
-    """Where a block table [R, M] names no block of the cache for one of the tokens first[r] .. end[r] - 1."""
+    """The first entry of a block table [R, M] that is no block of the cache though request r needs it, for one of its
+    tokens first[r] .. end[r] - 1."""
     column = np.arange(table.shape[1])
     wrong = (table < 0) | (table >= num_blocks)
-    if not wrong.any():  # mostly: what stands past a sequence is some block, too
+    if not wrong.any():  # the usual case: entries behind a sequence are blocks, too
         return None
     wrong &= (column >= first[:, None] // block_size) & (column < -(-end[:, None] // block_size))
     return first_of(wrong & (first < end)[:, None])
 
 
 def check_blocks(table: Array, first: np.ndarray, end: np.ndarray, cache: Array, lengths: str = "seq_lens") -> None:
-    """That the table has a block of the cache for each of the tokens first[r] .. end[r] - 1 of request r.
+    """Check that the table has a block of the cache for each of the tokens first[r] .. end[r] - 1 of request r.
 
     Args:
-        lengths: what the argument is called that `end` is from.
+        lengths: the name of the argument that `end` comes from.
     """
     num_blocks, block_size = cache.shape[0], cache.shape[1]
     blocks = host(table)
@@ -182,8 +185,9 @@ def check_blocks(table: Array, first: np.ndarray, end: np.ndarray, cache: Array,
 
 
 def check_workspace(starts: Array, lens: np.ndarray, rows: Any) -> None:
-    """That the requests' rows starts[r] .. starts[r] + lens[r] - 1 lie in a workspace of `rows`, each its own."""
-    first, rows = host(starts).astype(np.int64), rows
+    """Check that the requests' rows starts[r] .. starts[r] + lens[r] - 1 lie in a workspace of `rows` and do not
+    overlap."""
+    first = host(starts).astype(np.int64)
     for r in np.flatnonzero((lens > 0) & ((first < 0) | (first + lens > rows))):
         raise IndexError(f"{starts.name}: request {r} takes rows {first[r]} to {first[r] + lens[r]}, dst has {rows}")
     order = np.argsort(first, kind="stable")

@@ -1,8 +1,8 @@
-"""Launches the backward of sparse attention: `kernels_cu/attention/backward*.cu`.
+"""The launcher of sparse attention's backward: `kernels_cu/attention/backward*.cu`.
 
-Each chunk of queries has three launches, two of them those of `row_sums.py`; between them `backward_sm90` or `backward`
-makes dq, and what every query contributes to its rows. `backward_sinks` is the last launch of a call with attention
-sinks.
+Each chunk of queries has three launches. Two are those of `row_sums.py`. Between them `backward_sm90` or `backward`
+makes dq, and what every query contributes to the gradients of its rows. With attention sinks `backward_sinks` is the
+last launch of a call.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ SINKS = Struct(
     "BackwardSinksParams", terms=POINTER, out=POINTER, out_stride=INT64, queries=INT32, heads=INT32
 )  # fmt: skip
 
-RANGE_ROWS = 8  # whose gradients a CTA adds up
+RANGE_ROWS = 8  # a CTA adds up the gradients of so many rows
 WIDTHS = (576, 512)
-HEADS_SM90, LEAST_HEADS_SM90 = 64, 17  # of a CTA of `backward_sm90`; of a call that it is for
+HEADS_SM90 = 64  # of a CTA of `backward_sm90`
+LEAST_HEADS_SM90 = 17  # calls with fewer heads use `backward`
 
 
 class Shape(NamedTuple):
-    """How a CTA of `backward` works: heads, rows of a tile, and KB of shared memory that it may have."""
+    """Heads of a CTA of `backward`, rows of a tile, and KB of shared memory that the CTA may have."""
 
     heads: int
     tile_rows: int
     limit: int
 
 
-LARGEST = 227  # KB, of sm_90 and sm_100
+LARGEST = 227  # KB of shared memory on sm_90 and sm_100
 ARCHS = {SMALL: PORTABLE, LARGE: ("80", "90", "100"), LARGEST: ("90", "100")}
 SHAPES = {
     LARGEST: (Shape(16, 32, SMALL), Shape(32, 32, LARGE), Shape(64, 32, LARGEST)),
@@ -64,15 +65,15 @@ def shape_of(limit: int, h_q: int) -> Shape:
 
 
 class Chosen(NamedTuple):
-    """The kernel that works on queries, and heads of its CTAs."""
+    """The kernel that makes dq, and the heads of its CTAs."""
 
     kernel: Kernel
     heads: int
 
 
 def chosen(gpu: Gpu, a: PrefillBackward) -> Chosen:
-    """The kernel for a call: on Hopper, of more than 16 heads and rows that it can read, that for Hopper, unless a
-    portable one is asked for (`CUPY_MLA_KERNELS`)."""
+    """The kernel for a call: on Hopper `backward_sm90`, if there are more than 16 heads, it can read the rows, and no
+    portable kernel is forced (`CUPY_MLA_KERNELS`)."""
     _, h_q, d_qk = a.q.shape
     asked, _ = choose.asked()
     if gpu.capability == 90 and not asked.startswith("portable") and h_q >= LEAST_HEADS_SM90 and _aligned(a):
@@ -82,7 +83,7 @@ def chosen(gpu: Gpu, a: PrefillBackward) -> Chosen:
 
 
 def _aligned(a: PrefillBackward) -> bool:
-    """Whether rows of what is copied start at multiples of 16 bytes."""
+    """Whether the rows of arrays that are copied start at multiples of 16 bytes."""
     return all(x.aligned(16) for x in (a.q, a.kv, a.out, a.dout))
 
 
@@ -139,7 +140,7 @@ def sparse_prefill_backward(gpu: Gpu, a: PrefillBackward) -> Program:
 
 
 def _params(a: PrefillBackward, sums: RowSums, first: int, blocks: int, sink_terms: object) -> Packed:
-    """Of the kernel that makes dq of a chunk's queries, and what they contribute to rows."""
+    """The parameters of the kernel that makes dq of a chunk's queries and what they contribute to rows."""
     h_q = a.q.shape[1]
     d_lse = (0, 0) if a.d_lse is None else a.d_lse.strides
     return BACKWARD(

@@ -1,4 +1,4 @@
-"""`kernels_cu/indexer/block_scores.cu`: scores of candidate blocks, of which `topk` chooses the largest."""
+"""`kernels_cu/indexer/block_scores.cu`: the scores of candidate blocks. `topk` selects the largest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_SCORES = Struct(
     ctas_of_row=INT32, aligned=INT32,
 )  # fmt: skip
 SCORES_OF_CTA = 256
-ALIGNED = 4  # scores of a row take a multiple of so many
+ALIGNED = 4  # the stride of scores is a multiple of it
 
 KERNEL = Kernel("indexer/block_scores.cu", BLOCK_SCORES, {})
 
@@ -29,19 +29,19 @@ def kernels() -> Iterator[Kernel]:
 
 
 def ctas_of_row(blocks: int) -> int:
-    """The CTAs of a row of so many blocks."""
+    """The number of CTAs for a row of so many blocks."""
     return max(ceil_div(blocks, SCORES_OF_CTA), 1)
 
 
 class BlockScores(NamedTuple):
-    """Scratch memory: scores of rows' blocks, and how many blocks rows have."""
+    """Scratch memory for the scores of each row's blocks, and for the number of these."""
 
     scores: Buffer
     counts: Buffer
 
     @classmethod
     def of(cls, rows: int, width: int) -> BlockScores:
-        """For at most so many rows of logits."""
+        """Scratch memory for at most so many rows of `width` logits."""
         stride = max(ceil_div(ceil_div(width, CANDIDATE_BLOCK), ALIGNED), 1) * ALIGNED
         return cls(
             Buffer("scores", shape=(rows, stride), dtype=dtypes.FLOAT32),

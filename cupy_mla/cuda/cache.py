@@ -1,4 +1,4 @@
-"""Launches the kernels that pack tokens into a paged cache, and unpack them: `pack` and `unpack` of
+"""Launchers of the kernels that pack tokens into a paged cache and unpack them: `pack.cu` and `unpack.cu` of
 `kernels_cu/cache`."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS_PER_BLOCK = 8
 
 @cache
 def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
-    """The packing kernel for one cache layout and arrays that allow 16-byte accesses or do not."""
+    """The packing kernel for one cache layout; `aligned`: arrays allow 16-byte accesses."""
     defines = {**layout.defines(), "D_V": D_V, "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": TOKENS_PER_BLOCK}
     return Kernel("cache/pack.cu", PACK, defines)
 
@@ -88,7 +88,7 @@ def unpack_rows(gpu: Gpu, layout: Layout, cache: Array, slots: Array, k_scale: A
 
 
 def _row_stride(layout: Layout, cache: Array) -> int:
-    """Bytes from a row's data to the next one's in a block."""
+    """Bytes from a row to the next one in a block."""
     return layout.row_stride if layout.quantized else cache.strides[1] * cache.dtype.itemsize
 
 
@@ -119,4 +119,4 @@ def _pack(
         least_scale=least_scale, k_scale=call_scale(k_scale),
     )  # fmt: skip
     launch = Launch(pack_kernel(layout, aligned), (ceil_div(tokens, TOKENS_PER_BLOCK), 1, 1), params)
-    return [Clear(zeros.ptr, zeros.nbytes), launch] if zeros else [launch]  # the same zeros for every token
+    return [Clear(zeros.ptr, zeros.nbytes), launch] if zeros else [launch]  # all tokens read the same zeros

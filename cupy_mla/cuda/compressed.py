@@ -1,4 +1,4 @@
-"""Launches the index kernels of compressed rows: `compressed_slots` and `c128a` of `kernels_cu/indices`."""
+"""Launchers of the index kernels for compressed rows: `compressed_slots.cu` and `c128a.cu` of `kernels_cu/indices`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ C128A = Struct(
 
 SLOTS_TOKENS_PER_BLOCK = 256
 
-# Maps tokens to the slots of the rows they own.
+# Finds the slots of the rows that tokens complete.
 SLOTS_KERNEL = Kernel("indices/compressed_slots.cu", COMPRESSED_SLOTS, {"TOKENS_PER_BLOCK": SLOTS_TOKENS_PER_BLOCK})
-# Lists every complete row of each token, a CTA a token.
+# Lists all complete rows of each token, with a CTA for each token.
 C128A_KERNEL = Kernel("indices/c128a.cu", C128A, {})
 
 

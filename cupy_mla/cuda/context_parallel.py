@@ -1,4 +1,4 @@
-"""Launches the steps of context parallelism: a rank's lengths and positions, and merges of what the ranks found."""
+"""Launchers of context parallelism: lengths and positions of a rank, and merges of the ranks' results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MERGE_TOPK_KERNEL = Kernel("indexer/merge_topk.cu", MERGE_TOPK, {}, overlaps=Tru
 
 @cache
 def merge_ranks_kernel(bf16: bool) -> Kernel:
-    """The kernel for partial results in bfloat16 or float32."""
+    """The kernel for partial results in bfloat16, else in float32."""
     return Kernel("attention/merge_ranks.cu", MERGE_RANKS, {"BF16": int(bf16)}, overlaps=True)
 
 

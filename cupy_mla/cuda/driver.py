@@ -1,7 +1,7 @@
 """The CUDA driver as the package uses it: facts of a GPU, launches, clearing memory, graphs of launches.
 
-The driver's structures and calls come from cuda-bindings, but for the plain launch, which CuPy has. Neither is imported
-here before a GPU is used.
+The driver's structures and calls come from cuda-bindings, only the plain launch from CuPy. Neither is imported before a
+GPU is used.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any, Protocol
 
 from ..bridges import INSTALL, require_cupy
 
-# Launches a kernel; takes the stream, the grid's x, y and z, the parameters, and the CTAs of a cluster.
+# A function that launches a kernel: stream, x, y and z of the grid, bytes of the parameters, CTAs of a cluster.
 Submit = Callable[[int, int, int, int, bytes, int], None]
 
-PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16  # most CTAs of a cluster: on every GPU with clusters; on Hopper, by opting in
-_OVERLAP_DRIVER = 12030  # the first whose graphs take launches that overlap
+# CTAs of the largest cluster: on every GPU that has clusters; on Hopper, for kernels that opt in.
+PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16
+_OVERLAP_DRIVER = 12030  # the first driver whose graphs may have overlapping launches: CUDA 12.3
 
 
 class Launchable(Protocol):
-    """What the driver asks of a kernel: `kernel.Kernel`."""
+    """What this module needs of a `kernel.Kernel`. `kernel.py` imports this module, so it cannot be named here."""
 
     max_cluster: int
     overlaps: bool
@@ -48,7 +49,7 @@ def api() -> Any:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call a function of the driver; what it returns beside its status.
+    """Call a function of the driver. Returns its results without the status.
 
     Raises:
         RuntimeError: the status is an error.
@@ -60,7 +61,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def error(name: str, status: int, of: str = "") -> RuntimeError:
-    """The error to raise where a call of the driver's function did not return success."""
+    """The error to raise where a function of the driver did not return success."""
     return RuntimeError(f"{name} failed: CUDA driver error {int(status)}{of}")
 
 
@@ -76,7 +77,7 @@ def clear(address: int, nbytes: int, stream: int) -> None:
 
 
 def allocate(nbytes: int) -> int | None:
-    """The address of memory of the current GPU that belongs to no pool; None: the driver has none left."""
+    """Allocate memory of the current GPU outside of all pools. Returns its address; None: the driver has none left."""
     with relaxed_capture():
         status, address = api().cuMemAlloc(nbytes)
     if status == api().CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -87,10 +88,14 @@ def allocate(nbytes: int) -> int | None:
 
 
 class _Threads(threading.local):
-    """What differs from thread to thread."""
+    """State of each thread."""
 
     def current_device(self) -> int:
-        """Makes a CUDA context, which a driver's launch does not, and is the runtime's function from then on."""
+        """The number of the thread's current GPU.
+
+        The first call also makes the CUDA context, which a launch by the driver does not. After it the runtime's own
+        function stands under this name, which takes less time.
+        """
         cuda = runtime()
         cuda.setDevice(cuda.getDevice())
         self.current_device = cuda.getDevice  # type: ignore[method-assign]
@@ -108,16 +113,16 @@ def current_device() -> int:
 # --- facts of a GPU -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)  # each is one object: found and compared faster
+@dataclass(frozen=True, eq=False)  # there is one object for each GPU; comparing by identity is faster
 class Gpu:
-    """What launchers ask of a GPU.
+    """What launchers need to know about a GPU.
 
     Attributes:
         device: its number.
         sms: streaming multiprocessors.
-        capability: 10 times its compute capability.
-        shared_kb: shared memory that a CTA may have.
-        name: as the driver calls it, "NVIDIA H200".
+        capability: 10 times its compute capability: 90 for Hopper.
+        shared_kb: KB of shared memory that a CTA may have.
+        name: the driver's name, e.g. "NVIDIA H200".
     """
 
     device: int
@@ -128,14 +133,15 @@ class Gpu:
 
     @property
     def more_than_half(self) -> int:
-        """Bytes of shared memory that an SM cannot give to two CTAs. (It has 1 KB more than a CTA may have.)"""
+        """Bytes of shared memory of a CTA with which no second one fits an SM (which has 1 KB more than a CTA may
+        have)."""
         return (self.shared_kb // 2 + 1) * 1024
 
     def clusters_at_once(self, kernel: Launchable) -> tuple[int, ...]:
         """How many clusters of 1, 2, ... `kernel.max_cluster` CTAs run at a time.
 
-        Clusters do not span GPCs, some of which have fewer SMs than others, so there are fewer than the GPU's SMs
-        divided by the CTAs of a cluster.
+        A cluster runs within a GPC, and some GPCs have fewer SMs than others. So there may be fewer clusters than SMs
+        divided by CTAs of a cluster.
         """
         return clusters_at_once(kernel, self.device)
 
@@ -157,11 +163,11 @@ def driver_version() -> int:
 
 @cache
 def clusters_at_once(kernel: Launchable, device: int) -> tuple[int, ...]:
-    """As `Gpu.clusters_at_once`."""
+    """See `Gpu.clusters_at_once`."""
     current_device()
     loaded = kernel.load(device)
     counts = []
-    with require_cupy("a CUDA array").cuda.Device(device):  # the driver asks the current context
+    with require_cupy("a CUDA array").cuda.Device(device):  # the driver answers for the current context
         for cluster in range(1, kernel.max_cluster + 1):
             config = launch_config(loaded.threads, loaded.shared_bytes, [cluster_attribute(cluster)])
             config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
@@ -178,7 +184,8 @@ def overlaps(kernel: Launchable, device: int) -> bool:
 
 
 def plain_submitter(handle: int, threads: int, shared_bytes: int, cooperative: bool) -> Submit:
-    """Launches without attributes on a stream of the current device. The driver copies the parameters."""
+    """A function that launches without attributes on a stream of the current device. The driver copies the
+    parameters."""
     from cupy.cuda import driver
 
     launch, launch_cooperative = driver.launchKernel, driver.launchCooperativeKernel
@@ -196,15 +203,15 @@ def plain_submitter(handle: int, threads: int, shared_bytes: int, cooperative: b
 
 
 def attribute_submitter(handle: int, threads: int, shared_bytes: int, overlapping: bool) -> Submit:
-    """Launches with attributes: clusters, and overlap with the launch before."""
+    """A function that launches with attributes: clusters, and overlap with the launch before."""
     launch, as_pointer, address = api().cuLaunchKernelEx, ctypes.c_char_p, ctypes.addressof
     function, configs = api().CUfunction(handle), _Configs(threads, shared_bytes, overlapping)
 
     def submit(stream: int, x: int, y: int, z: int, params: bytes, cluster: int) -> None:
-        config, given = configs.known.get(cluster) or configs.made(cluster)
+        config, given = configs.known.get(cluster) or configs.make(cluster)
         now = (stream, x, y, z)
         if now != given:
-            if stream != given[0]:  # which takes longer than a grid
+            if stream != given[0]:  # setting it takes longer than setting the grid
                 config.hStream = stream
             config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
             configs.known[cluster] = config, now
@@ -220,7 +227,7 @@ class _Configs(threading.local):
     """A thread's CUlaunchConfigs of a kernel.
 
     Attributes:
-        known: a configuration, and its stream and grid, by the CTAs of a cluster.
+        known: by the CTAs of a cluster: a configuration, and its stream and grid.
     """
 
     def __init__(self, threads: int, shared_bytes: int, overlapping: bool) -> None:
@@ -228,8 +235,8 @@ class _Configs(threading.local):
         self._overlapping = overlapping
         self.known: dict[int, tuple[Any, tuple[int | None, int, int, int]]] = {}
 
-    def made(self, cluster: int) -> tuple[Any, tuple[int | None, int, int, int]]:
-        """One without a stream and a grid."""
+    def make(self, cluster: int) -> tuple[Any, tuple[int | None, int, int, int]]:
+        """A new configuration, whose stream and grid are not set."""
         attributes = [cluster_attribute(cluster)] if cluster > 1 else []
         return self._make(attributes + [overlap_attribute()] * self._overlapping), (None, 0, 0, 0)
 
@@ -244,7 +251,7 @@ def launch_config(threads: int, shared_bytes: int, attributes: list[Any]) -> Any
 
 
 def cluster_attribute(cluster: int) -> Any:
-    """CTAs along x that form a cluster."""
+    """The attribute: so many CTAs along x form a cluster."""
     attribute = api().CUlaunchAttribute()
     attribute.id = api().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
@@ -252,7 +259,7 @@ def cluster_attribute(cluster: int) -> Any:
 
 
 def overlap_attribute() -> Any:
-    """Overlap with the launch before."""
+    """The attribute: the launch may overlap with the one before."""
     attribute = api().CUlaunchAttribute()
     attribute.id = api().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
@@ -263,13 +270,13 @@ def overlap_attribute() -> Any:
 
 
 def capture_of(stream: int) -> int:
-    """The number of a stream's capture, which no other capture of the process has."""
+    """The number of the capture of a stream, which is unique in the process."""
     return int(call("cuStreamGetCaptureInfo", stream)[1])
 
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Lets this thread make, free and copy while other threads capture."""
+    """Let this thread allocate, free and copy memory while other threads capture."""
     mode = call("cuThreadExchangeStreamCaptureMode", api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     try:
         yield

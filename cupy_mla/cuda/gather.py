@@ -1,4 +1,4 @@
-"""Launches the kernels that bring rows together: `gather`, `gather_tail` and `concat_q` of `kernels_cu/cache`."""
+"""Launchers of `gather.cu`, `gather_tail.cu` and `concat_q.cu` of `kernels_cu/cache`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONCAT_Q = Struct(
 )  # fmt: skip
 
 ROWS_PER_BLOCK = 32
-BLOCKS_PER_SM = 4  # that run at a time, of the gathers
+CTAS_PER_SM = 4  # of the gathers: so many run at a time
 
 
 @cache
@@ -45,7 +45,6 @@ def tail_kernel(layout: Layout) -> Kernel:
     return Kernel("cache/gather_tail.cu", GATHER_TAIL, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
-# Concatenates the two parts of queries.
 CONCAT_KERNEL = Kernel("cache/concat_q.cu", CONCAT_Q, {**BF16_576.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
@@ -76,7 +75,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         starts=workspace_starts.ptr, block_stride=src_cache.strides[0], dst_stride=dst.strides[0], dst_rows=rows,
         num_blocks=num_blocks, aligned=int(dst.aligned(16)), k_scale=call_scale(k_scale),
     )  # fmt: skip
-    return [Launch(gather_kernel(layout), (_blocks(gpu, rows), 1, 1), params)]
+    return [Launch(gather_kernel(layout), (_ctas(gpu, rows), 1, 1), params)]
 
 
 def dequantize_and_gather_k_cache(
@@ -100,7 +99,7 @@ def dequantize_and_gather_k_cache(
         gather_lens=pointer(gather_lens), block_stride=k_cache.strides[0], dst_stride=out.strides[0],
         row_stride=out.strides[1], dst_rows=rows - offset, num_blocks=num_blocks, aligned=int(out.aligned(16)),
     )  # fmt: skip
-    return [Launch(tail_kernel(layout), (_blocks(gpu, requests * (rows - offset)), 1, 1), params)]
+    return [Launch(tail_kernel(layout), (_ctas(gpu, requests * (rows - offset)), 1, 1), params)]
 
 
 def concat_mla_q(gpu: Gpu, ql_nope: Array, q_pe: Array, out: Array) -> Program:
@@ -118,6 +117,6 @@ def concat_mla_q(gpu: Gpu, ql_nope: Array, q_pe: Array, out: Array) -> Program:
     return [Launch(CONCAT_KERNEL, (ceil_div(rows, ROWS_PER_BLOCK), 1, 1), params)]
 
 
-def _blocks(gpu: Gpu, rows: int) -> int:
-    """CTAs of a gather of so many rows: no more than run at a time."""
-    return min(ceil_div(rows, ROWS_PER_BLOCK), BLOCKS_PER_SM * gpu.sms)
+def _ctas(gpu: Gpu, rows: int) -> int:
+    """CTAs of a gather of so many rows: at most as many as run at a time."""
+    return min(ceil_div(rows, ROWS_PER_BLOCK), CTAS_PER_SM * gpu.sms)

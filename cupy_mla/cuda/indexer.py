@@ -1,4 +1,4 @@
-"""Launches the kernels of the indexer's key cache: `pack_keys` and `gather_keys` of `kernels_cu/indexer`."""
+"""Launchers of the kernels for the indexer's key cache: `pack_keys.cu` and `gather_keys.cu` of `kernels_cu/indexer`."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ GATHER_KEYS = Struct(
 
 PACK_TOKENS_PER_BLOCK = 64
 GATHER_TOKENS_PER_BLOCK = 128
-GATHER_BLOCKS_PER_SM = 4  # that run at a time
+GATHER_CTAS_PER_SM = 4  # so many run at a time
 
 
 def defines_of(layout: Layout) -> dict[str, int | str]:
-    """A layout of keys as the constants that kernels are compiled with."""
+    """The constants for a layout of keys."""
     return {**layout.defines(), "MXFP4": int(layout is INDEXER_MXFP4)}
 
 
 @cache
 def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
-    """The kernel that quantizes keys into a cache, for arrays that allow wide accesses or do not."""
+    """The kernel that quantizes keys into a cache; `aligned`: arrays allow wide accesses."""
     defines = {**defines_of(layout), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": PACK_TOKENS_PER_BLOCK}
     return Kernel("indexer/pack_keys.cu", PACK_KEYS, defines)
 
 
 @cache
 def gather_kernel(layout: Layout, widen: bool, aligned: bool) -> Kernel:
-    """The kernel that copies keys and scales out of a cache, for arrays that allow wide accesses or do not.
+    """The kernel that copies keys and scales out of a cache.
 
     Args:
         widen: MXFP4 is written as e4m3.
+        aligned: arrays allow wide accesses.
     """
     defines = {**defines_of(layout), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": GATHER_TOKENS_PER_BLOCK}
     defines["WIDEN"] = int(widen)
@@ -91,12 +92,12 @@ def cp_gather_indexer_k_quant_cache(
         cu_seq_lens=cu_seq_lens.ptr, block_stride=kv_cache.strides[0], keys_stride=dst_k.strides[0], rows=rows,
         num_blocks=num_blocks,
     )  # fmt: skip
-    blocks = min(ceil_div(rows, GATHER_TOKENS_PER_BLOCK), GATHER_BLOCKS_PER_SM * gpu.sms)
+    ctas = min(ceil_div(rows, GATHER_TOKENS_PER_BLOCK), GATHER_CTAS_PER_SM * gpu.sms)
     aligned = _block_aligned(kv_cache, 16) and dst_k.aligned(16)
     widen = dst_k.shape[1] != layout.row_stride
-    return [Launch(gather_kernel(layout, widen, aligned), (blocks, 1, 1), params)]
+    return [Launch(gather_kernel(layout, widen, aligned), (ctas, 1, 1), params)]
 
 
 def _block_aligned(kv_cache: Array, nbytes: int) -> bool:
-    """True when every block starts at a multiple of `nbytes`; its keys then do, too."""
+    """True when every block starts at a multiple of `nbytes`. Then its keys do, too."""
     return kv_cache.ptr % nbytes == 0 and (kv_cache.shape[0] <= 1 or kv_cache.strides[0] % nbytes == 0)

@@ -1,4 +1,4 @@
-"""Launches the index conversions: `convert` and `slots` of `kernels_cu/indices`."""
+"""Launchers of the index conversions: `convert.cu` and `slots.cu` of `kernels_cu/indices`."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ SLOTS = Struct(
 )  # fmt: skip
 
 MAX_TOKENS_PER_BLOCK = 8
-STAGES = (4096, 12000)  # widest block tables that fit the shared memory of a CTA, in entries; 48 KB is the limit
-STAGE_FROM_TOKENS = 3  # tokens a CTA from which copying the table row pays
-BLOCKS_PER_SM = 6  # that run at a time
+STAGES = (4096, 12000)  # entries of block table rows for which a CTA has shared memory, of which there are 48 KB
+STAGE_FROM_TOKENS = 3  # with so many tokens a CTA it pays to copy the table row
+BLOCKS_PER_SM = 6  # CTAs that run at a time
 POSITIONS_PER_BLOCK = 256
 
 
 @cache
 def convert_kernel(staged: int) -> Kernel:
-    """The kernel that copies block table rows of at most `staged` entries to shared memory; 0: none."""
+    """The kernel that copies block table rows of at most `staged` entries to shared memory; 0: it copies none."""
     defines = {"STAGED": staged, "MAX_TOKENS_PER_BLOCK": MAX_TOKENS_PER_BLOCK, "BLOCKS_PER_SM": BLOCKS_PER_SM}
     return Kernel("indices/convert.cu", CONVERT, defines)
 
 
-# Finds the slots of positions.
 SLOTS_KERNEL = Kernel("indices/slots.cu", SLOTS, {"POSITIONS_PER_BLOCK": POSITIONS_PER_BLOCK})
 
 

@@ -1,10 +1,10 @@
-"""Kernels: compiled at run time with CuPy's RawModule (NVRTC), loaded once a GPU.
+"""Kernels: compiled at run time with CuPy's RawModule (NVRTC), and loaded once for each GPU.
 
-A `Kernel` is one `.cu` file under one set of constants. Its source is read as text and the package's own
-`#include "..."` lines are resolved into one string, because CuPy's disk cache keys on the string and the options, not
-on headers behind `-I`. How many threads and how much shared memory a CTA has stands in the `.cu` file alone, which
-exports both numbers. Nothing here needs a GPU until a kernel is loaded: `Kernel.compile` serves the compile tests of a
-machine without one.
+A `Kernel` is one `.cu` file with one set of constants. Its source is one string, in which the package's own
+`#include "..."` lines are replaced by their files: CuPy's disk cache knows a kernel by its string and options, and
+would not notice a change in a header. The `.cu` file alone says how many threads and how much shared memory a CTA has,
+and exports both numbers. Nothing here needs a GPU until a kernel is loaded. `Kernel.compile`, for the compile tests,
+needs none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .structs import Struct
 
 log: logging.Logger = logging.getLogger("cupy_mla")
 
-# Every GPU generation the portable kernels are compiled for in the tests; newer ones run through the same source.
+# The architectures for which the tests compile the portable kernels. Newer GPUs run the same source.
 PORTABLE = ("80", "86", "89", "90", "100", "120")
 LEAST_ARCH = 80
 OPTIONS = ("-std=c++17",)  # of NVRTC, without the architecture
@@ -55,16 +55,16 @@ def kernels_root() -> Path:
 
 @cache
 def read_source(file: str, reader: str = "") -> str:
-    """The text of `kernels_cu/<file>` with the package's own includes put in their place.
+    """The text of `kernels_cu/<file>`, with the package's own includes replaced by their files.
 
-    `#include ROW_READER` is that of `reader`, the header of a cache layout's rows.
+    `#pragma once` means nothing inside one string, so every included file has a guard. A file is not repeated unless
+    its earlier copy stands in a branch of `#if` that has ended. `#line` makes the compiler's messages name the files.
 
-    A file that stands there already is left out, but for one in a branch of `#if` that has ended: `#pragma once` means
-    nothing inside one string, so every included file is wrapped in a guard instead. `#line` keeps the compiler's
-    messages on the files that people edit.
+    Args:
+        reader: the header of a cache layout's rows, for `#include ROW_READER`.
     """
     root = kernels_root()
-    there: list[set[str]] = [set()]  # what was included, by the branches of `#if` around a line
+    included_in: list[set[str]] = [set()]  # the files included so far, by the branches of `#if` around a line
 
     def expand(name: str, above: tuple[str, ...]) -> str:
         if name in above:
@@ -72,16 +72,16 @@ def read_source(file: str, reader: str = "") -> str:
         lines = [f'#line 1 "{name}"']
         for number, line in enumerate((root / name).read_text().splitlines(), start=1):
             if line.startswith(("#endif", "#el")):
-                there.pop()
+                included_in.pop()
             if line.startswith(("#if", "#el")):
-                there.append(set())
+                included_in.append(set())
             include = _INCLUDE.match(line)
             included = (include.group(1) or reader) if include else ""
-            if included and not any(included in branch for branch in there):
+            if included and not any(included in branch for branch in included_in):
                 guard = "INCLUDED_" + re.sub(r"\W", "_", included).upper()
                 body = expand(included, (*above, name))
                 lines += [f"#ifndef {guard}", f"#define {guard}", body, "#endif", f'#line {number + 1} "{name}"']
-                there[-1].add(included)
+                included_in[-1].add(included)
             elif included or line.strip() == "#pragma once":
                 lines.append("")
             else:
@@ -114,14 +114,14 @@ class Kernel:
         file: path under kernels_cu, e.g. "attention/portable.cu".
         params: the struct that it takes by value.
         defines: constants; ROW_READER is the header of a cache layout's rows.
-        archs: compute capabilities it claims, e.g. "80"; the compile tests hold it to them.
-        target: the architecture to compile for when it is not the GPU's plain one, e.g. "90a".
-        spill_bytes: most bytes of registers a thread may spill to local memory; the compile tests hold it to that.
-        cooperative: all CTAs of a launch run at the same time, so that they may wait for each other; the grid must
-            then fit the GPU.
-        max_cluster: most CTAs of a thread-block cluster it is launched with.
-        alone: each CTA has an SM for itself: it gets more than half of the SM's shared memory.
-        overlaps: the kernel itself waits for the launches before it (ptx/griddepcontrol.cuh), so its CTAs may start on
+        archs: compute capabilities that it claims, e.g. "80"; the compile tests hold it to them.
+        target: the architecture to compile for where it is not the GPU's plain one, e.g. "90a".
+        spill_bytes: bytes of registers that a thread may spill to local memory; the compile tests hold it to that.
+        cooperative: all CTAs of a launch run at the same time, so that they may wait for each other. The grid must fit
+            the GPU.
+        max_cluster: CTAs of the largest thread-block cluster that it is launched with.
+        alone: each CTA has an SM for itself, because it gets more than half of the SM's shared memory.
+        overlaps: the kernel waits for the launches before it itself (ptx/griddepcontrol.cuh). So its CTAs may start on
             free SMs while those still run ("programmatic dependent launch", from Hopper on).
     """
 
@@ -158,7 +158,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """The file's name without its ending, which is also the kernel's."""
+        """The kernel's name, which is the file's without its ending."""
         return PurePosixPath(self.file).stem
 
     @property
@@ -166,8 +166,8 @@ class Kernel:
         """What the compiler gets: the constants, the file with its includes, and the asserts of its structs
         (`structs.py`).
 
-        Constants stand in the text and not among the options: for options that it has not seen in a process, CuPy
-        compiles an empty file, 25 to 45 ms, before it looks into its disk cache.
+        Constants are `#define`s and not options: for options that are new in a process, CuPy compiles an empty file
+        before it looks into its disk cache, which takes 25 to 45 ms.
         """
         constants = [f"#define {name} {value}" for name, value in sorted(self.defines.items())]
         text = read_source(self.file, str(self.defines.get("ROW_READER", "")))
@@ -177,7 +177,7 @@ class Kernel:
         """Whether it runs on a GPU of this compute capability (times 10)."""
         if self.target is None:
             return capability >= min(map(int, self.archs))
-        return capability == int(self.target.rstrip("a"))  # "a": that generation alone
+        return capability == int(self.target.rstrip("a"))  # code for "90a" runs on capability 9.0 alone
 
     def compile(self, arch: str) -> tuple[bytes, str]:
         """Compile for one architecture with NVRTC, without a GPU.
@@ -201,7 +201,8 @@ class Kernel:
             nvrtc.destroyProgram(program)
 
     def submitter(self, device: int) -> driver.Submit:
-        """Launches it on a stream of the current device; loads it when that is first needed."""
+        """A function that launches the kernel on a stream of the current device. The kernel is loaded if it is not
+        yet."""
         loaded = self._loaded.get(device)
         return (loaded or self.load(device)).submit
 
@@ -210,10 +211,10 @@ class Kernel:
         return device in self._loaded
 
     def load(self, device: int) -> Loaded:
-        """Compile (or take from CuPy's disk cache) and load for a device.
+        """Compile the kernel, or take it from CuPy's disk cache, and load it for a device.
 
-        Safe from several threads, and from several processes: CuPy's disk cache writes a file of its own and renames
-        it, and checks a hash when it reads.
+        Safe from several threads and processes: CuPy's disk cache writes a file under another name and renames it, and
+        checks a hash when it reads.
 
         Raises:
             RuntimeError: the GPU is too old, or NVRTC is missing.
@@ -244,11 +245,11 @@ class Kernel:
             return self._loaded[device]
 
     def _prepared(self, kernel: Any, device: int, threads: int, shared_bytes: int) -> Loaded:
-        """Opt in to the shared memory and clusters of its launches, and make what launches it."""
+        """Opt in to the shared memory and the clusters of the launches, and make the function that launches."""
         handle = kernel.kernel.ptr
         if self.alone:
             shared_bytes = max(shared_bytes, driver.gpu(device).more_than_half)
-        # CuPy loads the same source with the same options once: what one kernel needs, another must not lower.
+        # CuPy loads equal sources once, so several kernels may share a function. None may lower what another needs.
         with _OPTING_IN:
             if shared_bytes > kernel.max_dynamic_shared_size_bytes:
                 kernel.max_dynamic_shared_size_bytes = shared_bytes
@@ -263,8 +264,8 @@ class Kernel:
         return Loaded(handle, threads, shared_bytes, submit)
 
 
-_KEEP: list[Any] = []  # modules unload with their last reference
-_OPTING_IN = threading.Lock()  # of all kernels, which warming up loads in several threads
+_KEEP: list[Any] = []  # loaded modules, which would be unloaded with their last reference
+_OPTING_IN = threading.Lock()  # warming up loads kernels in several threads
 
 
 def _exported(module: Any, name: str) -> int:
@@ -294,7 +295,7 @@ def exported(cubin: bytes, name: str) -> int:
     """The value of a variable that a kernel's file exports, read from its cubin.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: there is no variable of that name.
     """
     contents = list(sections(cubin))
     named = dict(contents)

@@ -1,8 +1,8 @@
-"""Launches the indexer's quantization and logits: `kernels_cu/indexer/quantize_q.cu`, `logits.cu`, `logits_sm90.cu` and
-`schedule.cu`.
+"""Launchers of the indexer's quantization, logits and schedule: `kernels_cu/indexer/quantize_q.cu`, `logits.cu`,
+`logits_sm90.cu` and `schedule.cu`.
 
-Which kernel makes the logits is decided in `choose`. The environment variable CUPY_MLA_INDEXER_KERNELS names the one
-that is to run instead, for testing; it must be able to serve the call.
+`choose` decides which kernel makes the logits. For tests the environment variable CUPY_MLA_INDEXER_KERNELS forces one,
+which must be able to serve the call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUANTIZE_Q = Struct(
 SCHEDULE = Struct("ScheduleParams", structs.LOGITS_WORK, out=POINTER, out_stride=INT64)
 
 D = INDEXER_FP8.d_qk
-HEADS_PER_WARP, WARPS = 8, 8  # of quantize_q
+HEADS_PER_WARP, WARPS = 8, 8  # of `quantize_q.cu`
 CANDIDATE_BLOCK = 8  # keys
 NO_CANDIDATES = {"candidates": 0, "req_id": 0, "candidates_stride": 0}
 
@@ -41,17 +41,23 @@ VARIABLE = "CUPY_MLA_INDEXER_KERNELS"
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 PORTABLE, SM90 = NAMES = ("logits", "logits_sm90")
 
-TILE_ROWS = 256  # queries times heads that a CTA has in shared memory,
-FEW_ROWS = 64  # and of a decode with a few queries a request
+# Of `logits.cu`.
+TILE_ROWS = 256  # queries times heads that a CTA has in shared memory
+FEW_ROWS = 64  # the same in a decode with few queries a request
 UNIT = 256  # keys that a CTA works on at a time
-BLOCKS_PER_SM = 2  # that run at a time
-SPILL_BYTES = 16  # keys fill the registers; some compilers put what is needed once a unit into local memory
+CTAS_PER_SM = 2  # that run at a time
+SPILL_BYTES = 16  # keys fill the registers, so some compilers spill what is needed once a unit
 
 
 @cache
 def quantize_kernel(aligned: bool, mxfp4: bool, widen: bool) -> Kernel:
-    """The kernel that quantizes queries, for rows that allow wide accesses or do not; to e4m3, or to MXFP4, as it is or
-    widened to e4m3."""
+    """The kernel that quantizes queries.
+
+    Args:
+        aligned: rows of q allow 16-byte loads.
+        mxfp4: to MXFP4, else to e4m3.
+        widen: the e2m1 numbers of MXFP4 are written as e4m3, under one scale a head instead of one a group.
+    """
     defines = {"ALIGNED": int(aligned), "MXFP4": int(mxfp4), "WIDEN": int(widen)}
     return Kernel("indexer/quantize_q.cu", QUANTIZE_Q, defines)
 
@@ -66,10 +72,13 @@ def logits_kernel(
     layout: Layout,
     candidates: bool,
 ) -> Kernel:
-    """The kernel for so many heads and query rows of a tile, keys in rows or paged that allow wide loads or do not.
+    """The kernel for so many heads, and query rows (queries times heads) of a tile.
 
     Args:
+        paged: keys are in a paged cache, else in rows.
+        aligned: keys allow 16-byte loads.
         compact: results start at the first key that a query sees.
+        layout: of the keys.
         candidates: queries see candidate blocks of paged keys.
     """
     defines = {
@@ -79,7 +88,7 @@ def logits_kernel(
     return Kernel("indexer/logits.cu", structs.LOGITS, defines, spill_bytes=SPILL_BYTES)
 
 
-# Makes a schedule of a paged cache. The next launch never starts before its end.
+# Makes a schedule. It does not let the next launch overlap, which reads the schedule before it waits.
 SCHEDULE_KERNEL = Kernel(
     "indexer/schedule.cu", SCHEDULE, {**defines_of(INDEXER_FP8), "PAGED": 1, "ALIGNED": 1, "CANDIDATES": 0}
 )
@@ -122,13 +131,14 @@ def quantize_indexer_q(gpu: Gpu, a: QuantizeQ) -> Program:
 
 
 class Part(NamedTuple):
-    """Some of a call's queries, or of a paged cache its requests, and how their logits are written.
+    """Some queries of a call, or requests over a paged cache, and how their logits are written.
 
     Attributes:
-        first, size: number of the first one, and how many there are.
-        out: where the logits go, float32, with `stride` items from row to row.
+        first, size: the number of the first one, and how many there are.
+        out: the address of the logits, float32.
+        stride: items from row to row of the logits.
         clean: write -inf for keys that a query does not see.
-        all_chosen: queries of at most so many keys get no logits.
+        all_chosen: queries with at most so many keys get no logits.
     """
 
     first: int
@@ -163,7 +173,7 @@ def paged_indexer_schedule(
 
 
 def ragged_logits(gpu: Gpu, of: RaggedKeys, part: Part, compact_width: int | None = None) -> Program:
-    """Logits of some queries. Rows start at their first keys where `compact_width` is given."""
+    """Logits of some queries. With `compact_width` a row of results starts at the first key that its query sees."""
     q8, k8, ks, w, starts, ends = of
     first, queries = part.first, part.size
     _, heads, _ = q8.shape
@@ -182,8 +192,10 @@ def ragged_logits(gpu: Gpu, of: RaggedKeys, part: Part, compact_width: int | Non
 
 
 def paged_logits(gpu: Gpu, of: PagedKeys, part: Part, width: int) -> Program:
-    """Logits of some requests over at most `width` keys. With a schedule, whose shares count all keys, queries of few
-    keys get logits too."""
+    """Logits of some requests over at most `width` keys.
+
+    A schedule divides all keys, so with one `part.all_chosen` is ignored.
+    """
     q8, kv_cache, w, lens, table, schedule = of
     first, requests = part.first, part.size
     _, n, heads, _ = q8.shape
@@ -236,22 +248,12 @@ def logits_of_candidates(gpu: Gpu, of: CandidateKeys, part: Part) -> Program:
 
 
 def _aligned(kv_cache: Array) -> bool:
-    """Whether every block of a cache of keys allows 16-byte loads."""
+    """Whether every block of a paged cache of keys starts at a multiple of 16 bytes."""
     return kv_cache.ptr % 16 == 0 and (kv_cache.shape[0] <= 1 or kv_cache.strides[0] % 16 == 0)
 
 
 def _layout(kv_cache: Array) -> Layout:
     return INDEXER_MXFP4 if kv_cache.shape[2] == INDEXER_MXFP4.last_axis else INDEXER_FP8
-
-
-class Choice(NamedTuple):
-    """What runs.
-
-    Attributes:
-        kernel: its name: of the .cu file, and what CUPY_MLA_INDEXER_KERNELS says.
-    """
-
-    kernel: str
 
 
 def require_known() -> None:
@@ -268,30 +270,35 @@ def _require_name(asked: str | None) -> None:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {asked!r}")
 
 
-def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
-    """The kernel that makes logits: the one that is asked for, else the fastest that can serve the call.
+def choose(capability: int, aligned: bool, asked: str | None) -> str:
+    """The name of the kernel that makes logits: the one that is asked for, else the fastest that can serve the call.
+
+    Args:
+        capability: as of `Gpu`.
+        aligned: keys allow 16-byte loads.
+        asked: what CUPY_MLA_INDEXER_KERNELS says.
 
     Raises:
         ValueError: no kernel has that name, or it cannot serve this call.
     """
     hopper = capability == 90 and aligned
     if not asked:
-        return Choice(SM90 if hopper else PORTABLE)
+        return SM90 if hopper else PORTABLE
     _require_name(asked)
     if asked == SM90 and not hopper:
         raise ValueError(
             f"{VARIABLE} is {asked}, which cannot serve this call: compute capability {capability / 10}"
             + ("" if aligned else ", keys not aligned to 16 bytes")
         )
-    return Choice(asked)
+    return asked
 
 
 def _by_sm90(gpu: Gpu, aligned: bool) -> bool:
-    return choose(gpu.capability, aligned, asked_kernel()).kernel == SM90
+    return choose(gpu.capability, aligned, asked_kernel()) == SM90
 
 
 def _launch(gpu: Gpu, work: Work, aligned: bool, params: Packed) -> Launch:
-    """The launch; `aligned`: keys allow 16-byte loads."""
+    """The launch of the kernel that `choose` names. `aligned`: keys allow 16-byte loads."""
     heads, paged, requests, queries, width, compact, _, layout, candidates = work
     if _by_sm90(gpu, aligned):
         return logits_sm90.launch(gpu, work, params)
@@ -299,5 +306,5 @@ def _launch(gpu: Gpu, work: Work, aligned: bool, params: Packed) -> Launch:
     few = candidates or (paged and aligned and queries * padded <= FEW_ROWS)
     rows = FEW_ROWS if few else TILE_ROWS
     tiles = requests * ceil_div(queries, rows // padded)
-    blocks = min(BLOCKS_PER_SM * gpu.sms, tiles * max(ceil_div(width, UNIT), 1))
-    return Launch(logits_kernel(padded, rows, paged, aligned, compact, layout, candidates), (blocks, 1, 1), params)
+    ctas = min(CTAS_PER_SM * gpu.sms, tiles * max(ceil_div(width, UNIT), 1))
+    return Launch(logits_kernel(padded, rows, paged, aligned, compact, layout, candidates), (ctas, 1, 1), params)

@@ -16,23 +16,25 @@ from .program import Launch
 from .structs import Packed
 
 HEADS = (32, 64)  # index heads that kernels are compiled for; fewer are padded
-UNIT = 64  # keys
-FEW_UNITS = 100  # an SM: up to so many, a second CTA of an SM costs more than it hides
-LONG_UNITS = 30  # an SM: from more on, two queries of 64 heads by a schedule have a tile of their own
-LATE_SHARES_UNITS = 600  # an SM: from more on, a schedule has shares that begin late
+UNIT = 64  # keys that a CTA works on at a time
+# Limits by the units of an SM:
+FEW_UNITS = 100  # up to so many, a second CTA of an SM costs more than it hides
+LONG_UNITS = 30  # above, two queries of 64 heads with a schedule have the tile LONG
+LATE_SHARES_UNITS = 600  # above, a schedule has shares that begin late
 
 
 class Tile(NamedTuple):
-    """What a CTA works on at a time.
+    """The queries that a CTA works on at a time, and its pipeline.
 
     Attributes:
         rows: queries times heads of a warpgroup.
-        warpgroups: that multiply.
-        together: each warpgroup has queries of its own, and all work on the same keys.
-        stages: units of keys that are under way or in work.
-        ctas: that fit an SM, where there is work for so many.
-        underway: units whose copies a producer warp leaves under way before it tells of the oldest; 0: the copies
-            themselves tell.
+        warpgroups: warpgroups that multiply.
+        together: each warpgroup has queries of its own, and all work on every unit of keys. Else they have the same
+            queries and take turns with the units.
+        stages: of the ring, one for each unit of keys that is copied or worked on.
+        ctas: CTAs of an SM, where there is work for so many.
+        underway: units whose copies a producer warp leaves in flight before it signals the oldest; 0: the copies signal
+            by themselves.
     """
 
     rows: int
@@ -43,7 +45,7 @@ class Tile(NamedTuple):
     underway: int = 0
 
     def queries(self, heads: int) -> int:
-        """Queries of the whole tile."""
+        """Queries of the tile."""
         return self.rows // heads * (self.warpgroups if self.together else 1)
 
 
@@ -51,9 +53,10 @@ class Work(NamedTuple):
     """What a launch computes: logits of requests of `queries` queries each over at most `width` keys.
 
     Attributes:
+        heads: index heads of a query.
         paged: keys are in a paged cache, else in rows.
         compact: results start at the first key that a query sees.
-        shares: of a schedule; None: there is none.
+        shares: shares of the schedule; None: there is none.
         layout: of the keys.
         candidates: requests are query tokens, which see candidate blocks of keys in a paged cache.
     """
@@ -71,14 +74,15 @@ class Work(NamedTuple):
 
 MANY = Tile(128, 4, True, 10, underway=1)
 FEW = (Tile(64, 2, False, 10, 2), Tile(128, 3, False, 20), Tile(192, 2, False, 18), Tile(256, 2, False, 16))
-BESIDE = FEW[0]._replace(stages=6)  # by a schedule, two CTAs an SM: the next kernel's CTAs find room beside them
-# Keys as A operands take registers: no two CTAs an SM, and requests of many queries have several tiles.
+# With a schedule and two CTAs an SM: fewer stages leave room for CTAs of the next kernel.
+BESIDE = FEW[0]._replace(stages=6)
+# MXFP4 keys are A operands in registers. So an SM has one CTA, and requests of many queries have several tiles.
 FEW_MXFP4 = (Tile(32, 4, False, 20), Tile(64, 4, False, 20), *FEW[1:3])
-LONG = FEW[1]._replace(underway=1)  # spares math warpgroups a fence each unit, but the first units are told of later
+LONG = FEW[1]._replace(underway=1)  # saves the warpgroups that multiply a fence a unit, but the first units come later
 
 
 def padded_heads(heads: int) -> int:
-    """The heads that a kernel is compiled for which serves a call of so many."""
+    """The number of heads that the kernel for a call with `heads` is compiled for."""
     return next(padded for padded in HEADS if heads <= padded)
 
 
@@ -97,8 +101,8 @@ def kernel(
 
     Args:
         compact: results start at the first key that a query sees.
-        alone: one CTA an SM, of a tile of which more fit.
-        scheduled: by a schedule, and every unit of keys stands in one block.
+        alone: one CTA an SM, of a tile of which more would fit.
+        scheduled: a schedule divides the work, and every unit of keys lies in one block.
     """
     defines = {
         **defines_of(layout), "HEADS": heads, "QUERIES": tile.rows // heads, "WARPGROUPS": tile.warpgroups,
@@ -140,17 +144,17 @@ def tile_for(heads: int, queries: int, paged: bool, layout: Layout = INDEXER_FP8
 
 
 def scheduled(heads: int, queries: int, block_size: int) -> bool:
-    """Whether a schedule serves requests of so many queries: each is one tile, and every unit stands in one block."""
+    """Whether the kernel can take a schedule: a request's queries are one tile, and every unit lies in one block."""
     return tile_for(padded_heads(heads), queries, True) is not MANY and block_size % UNIT == 0
 
 
 def shares_of_step(gpu: Gpu, queries: int, block_size: int) -> int | None:
-    """Shares of a schedule that is made before heads and keys are known; None where no kernel takes it."""
+    """The shares of a schedule that is made before heads and keys are known; None where no kernel takes schedules."""
     return gpu.sms if gpu.capability == 90 and scheduled(HEADS[0], queries, block_size) else None
 
 
 def _units(padded: int, tile: Tile, requests: int, queries: int, width: int) -> int:
-    """At most, of all tiles."""
+    """The units of all tiles if every request has `width` keys."""
     return requests * ceil_div(queries, tile.queries(padded)) * max(ceil_div(width, UNIT), 1)
 
 
@@ -162,8 +166,9 @@ def _usual_shares(gpu: Gpu, tile: Tile, units: int) -> int:
 def shares_of_schedule(gpu: Gpu, heads: int, requests: int, queries: int, width: int) -> int:
     """The shares of a schedule for requests of `queries` queries each over at most `width` keys.
 
-    Where a launch has two CTAs an SM and enough keys, there are four more shares an SM. Their CTAs begin late, when
-    others have ended."""
+    Where a launch has two CTAs an SM and many keys, there are four more shares an SM. Their CTAs begin when the first
+    ones have ended.
+    """
     padded = padded_heads(heads)
     tile = tile_for(padded, queries, True)
     units = _units(padded, tile, requests, queries, width)
@@ -172,7 +177,7 @@ def shares_of_schedule(gpu: Gpu, heads: int, requests: int, queries: int, width:
 
 
 def launch(gpu: Gpu, work: Work, params: Packed) -> Launch:
-    """The launch of the kernel's fastest variant."""
+    """The launch of the fastest variant."""
     heads, paged, requests, queries, width, compact, shares, layout, candidates = work
     padded = padded_heads(heads)
     tile = tile_for(padded, queries, paged, layout)

@@ -1,4 +1,4 @@
-"""Launches `kernels_cu/indexer/widen_mxfp4.cu`."""
+"""The launcher of `kernels_cu/indexer/widen_mxfp4.cu`, which converts MXFP4 rows to e4m3."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ WIDEN = Struct(
 )  # fmt: skip
 ROWS_PER_BLOCK = 32
 
-# Widens rows to e4m3.
 WIDEN_KERNEL = Kernel("indexer/widen_mxfp4.cu", WIDEN, {})
 
 
@@ -36,7 +35,7 @@ def widen_mxfp4(gpu: Gpu, codes: Array, scales: Array, weights: Array | None, va
         return ()
 
     def strides(array: Array | None) -> tuple[int, int]:
-        """From row to row, of the outer and the inner axis."""
+        """The strides of the outer and the inner axis of rows."""
         if array is None:
             return 0, 0
         return array.strides[0], array.strides[1] if len(of_rows) == 2 else 0

@@ -1,4 +1,4 @@
-"""Block tables and query tokens as the kernels take them, and what grids are made with."""
+"""Parameter structs that many launchers fill: block tables, query tokens, divisors, scales."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def block_table(
     """`struct BlockTable` of a block table [num_requests, width] of blocks of `block_size` tokens.
 
     Args:
-        first, count: only these requests.
-        block_stride: slots from a block's first to the next block's; None: `block_size`.
+        first, count: the requests; `count` None: all.
+        block_stride: slots from the first one of a block to the first one of the next block; None: `block_size`.
     """
     num_requests, width = table.shape
     return structs.BLOCK_TABLE(
@@ -46,7 +46,7 @@ def integers(array: Array) -> Packed:
 
 
 def call_scale(scale: Array | float) -> Packed:
-    """`struct CallScale` of a scale that a call brings."""
+    """`struct CallScale` of a scale that is an argument of the call."""
     return structs.CALL_SCALE(on_device=scale.ptr, known=0.0) if isinstance(scale, Array) else _known_scale(scale)
 
 
@@ -56,12 +56,13 @@ def _known_scale(scale: float) -> Packed:
 
 
 def lens_stride(context_lens: Array) -> int:
-    """From request to request of context lengths [B, n]; 0, the kernels' mark of one length a request, of [B]."""
+    """The stride from request to request of context lengths [B, n]; for [B] it is 0, which means one length a
+    request."""
     return context_lens.strides[0] if len(context_lens.shape) == 2 else 0
 
 
 def pointer(array: Array | Buffer | None) -> object:
-    """Where an array or scratch memory starts; null for one that is not there."""
+    """The address of an array or of scratch memory; 0 for None."""
     return 0 if array is None else array.ptr
 
 
@@ -69,8 +70,9 @@ def pointer(array: Array | Buffer | None) -> object:
 def divisor(value: int) -> Packed:
     """`struct Divisor`: n // value == n * multiplier >> shift for 0 <= n < 2**31.
 
-    With 2**(s - 1) < value <= 2**s and shift = 31 + s the multiplier, 2**shift / value rounded up, fits 32 bits,
-    and rounding it up adds less than n / 2**31 <= 1 to the quotient's numerator: too little to reach the next one.
+    With 2**(s - 1) < value <= 2**s and shift = 31 + s, the multiplier, which is 2**shift / value rounded up, fits 32
+    bits. Rounding it up adds less than n / 2**31 <= 1 to the quotient's numerator, too little to reach the next
+    quotient.
     Source: Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
     """
     shift = 31 + (value - 1).bit_length()
@@ -78,7 +80,7 @@ def divisor(value: int) -> Packed:
 
 
 def ownership(world_size: int, rank: int, interleave: int) -> Packed:
-    """`struct Ownership` of a rank, of tokens or of what stands for several."""
+    """`struct Ownership`: which tokens (or keys or rows of several tokens) a rank has."""
     return structs.OWNERSHIP(
         interleave=divisor(int(interleave)), turn=divisor(int(interleave) * int(world_size)), rank=rank
     )

@@ -1,4 +1,5 @@
-"""Launches the kernels of pooled keys: `pool_keys`, `pool_tail` and `expand_pools` of `kernels_cu/indices`."""
+"""Launchers of the kernels for pooled keys: `pool_keys.cu`, `pool_tail.cu`, `expand_pools.cu` of
+`kernels_cu/indices`."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ EXPAND_POOLS = Struct(
 
 TOKENS_PER_BLOCK = 8
 
-# Makes keys of whole pools.
+# Makes the keys of complete pools.
 KEYS_KERNEL = Kernel("indices/pool_keys.cu", POOL_KEYS, {"TOKENS_PER_BLOCK": TOKENS_PER_BLOCK})
-# Keeps what later pools need.
+# Keeps the tokens that later pools need.
 TAIL_KERNEL = Kernel("indices/pool_tail.cu", POOL_TAIL, {"TOKENS_PER_BLOCK": TOKENS_PER_BLOCK})
-# Lists the tokens of chosen pools, a CTA a query token.
+# Lists the tokens of chosen pools, with a CTA for each query token.
 EXPAND_KERNEL = Kernel("indices/expand_pools.cu", EXPAND_POOLS, {})
 
 

@@ -1,9 +1,9 @@
 """Programs: what a call does on the GPU, as a plain value. A launcher returns it, `cupy_mla.calls` runs it.
 
-A `Program` is a list of steps: launches of kernels and memory to be cleared. A step names memory by `Pointer`s, each a
-buffer and an offset in bytes. A buffer is an array argument, a result, or scratch memory of the call. So a program runs
-again with other addresses. A field of a parameter struct may be a `Nonce`, a number that every run has for itself, or
-say where a `Plan` lies, which several calls share.
+A `Program` is a list of steps: launches of kernels, and memory to be cleared. A step names memory by `Pointer`s, each a
+buffer and an offset in bytes. A buffer is an array argument, a result, or scratch memory of the call. So a program can
+run again with other addresses. A field of a parameter struct may also be a `Nonce`, which is another number in each
+run, or a `PlanField`, the address or the state of a `Plan` that several calls share.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ..dtypes import UINT8
 from .kernel import Kernel
 from .structs import Packed
 
-ALIGNMENT = 16  # bytes
-PLAN_BYTES = 4096  # of a plan
+ALIGNMENT = 16  # bytes: launchers know an address modulo this
+PLAN_BYTES = 4096
 
 
 class Buffer:
     """Memory that a program works on: an argument, a result, or scratch.
 
     Attributes:
-        name: for people.
-        number: which of the call's arrays it is, results behind the arguments; None for scratch memory.
-        shape, dtype: of what the call allocates.
+        name: for error messages and debugging.
+        number: the place among the call's arrays, results behind the arguments; None: it is scratch memory.
+        shape, dtype: those of a result or of scratch memory.
     """
 
     __slots__ = ("dtype", "name", "number", "shape")
@@ -71,11 +71,11 @@ def argument_buffers(names: tuple[str, ...]) -> tuple[Buffer, ...]:
 
 
 class Pointer:
-    """A place in a buffer's memory: the buffer, and how many bytes from its start.
+    """An address: a buffer, and an offset in bytes.
 
     Attributes:
-        address: of the buffer in the call that the program is made for; None for memory that it allocates, which starts
-            at a multiple of 256 bytes.
+        address: where the buffer starts in the call that the program is made for; None: the call allocates it, at a
+            multiple of 256 bytes.
     """
 
     __slots__ = ("address", "buffer", "offset")
@@ -94,7 +94,7 @@ class Pointer:
     __radd__ = __add__
 
     def __mod__(self, nbytes: int) -> int:
-        """The address modulo `nbytes`, a divisor of `ALIGNMENT`: calls of one key agree on no more."""
+        """The address modulo `nbytes`, which must divide `ALIGNMENT`: calls of one key agree on no more."""
         if ALIGNMENT % nbytes:
             raise ValueError(f"alignment to {nbytes} bytes: calls that are alike agree on addresses modulo {ALIGNMENT}")
         return ((self.address or 0) + self.offset) % nbytes
@@ -104,20 +104,21 @@ class Pointer:
 
 
 class Nonce:
-    """A number that no other run of a program has, a multiple of 4, in a parameter struct."""
+    """A field of a parameter struct: a multiple of 4 that no other run of any program has."""
 
     _numbers = count(int.from_bytes(os.urandom(7), "little") * 4, 4)
 
     @classmethod
     def next(cls) -> int:
-        """The number of a run."""
+        """The number for the next run."""
         return next(cls._numbers)
 
 
 class Plan:
-    """What a kernel finds in the first of several calls and keeps on the GPU for the others, as the layers of a step.
+    """How the work of several calls is divided over CTAs, as of the layers of a step. The first call's kernel finds
+    that out and leaves it in GPU memory, and later calls load it.
 
-    An argument of these calls, which `cupy_mla.calls` fills; empty on the host. A copy of it is a plan of its own.
+    A plan is an argument of these calls. On the host it holds nothing. A copy of it is another plan.
 
     Attributes:
         made: what the plan is for and where it lies (`calls/plan.py`); empty before the first call.
@@ -134,12 +135,12 @@ class Plan:
 
 
 class PlanField(NamedTuple):
-    """A field of a parameter struct: a plan's address, with PLAN_BYTES, or whether an earlier launch filled it.
+    """A field of a parameter struct that tells of a plan.
 
     Attributes:
         plan: the plan.
-        key: sizes; only calls of the same ones share a plan.
-        name: "address" or "filled".
+        key: sizes. Only calls with the same sizes share a plan.
+        name: "address", of PLAN_BYTES on the GPU; or "filled", whether an earlier launch filled them.
     """
 
     plan: Plan
@@ -163,7 +164,7 @@ class Launch(NamedTuple):
 
 
 class Clear(NamedTuple):
-    """Memory to be set to zero bytes."""
+    """A step that sets bytes to zero."""
 
     pointer: Pointer
     nbytes: int

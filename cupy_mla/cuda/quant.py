@@ -1,4 +1,4 @@
-"""Launches the tensor quantization: `kernels_cu/cache/tensor_quant.cu`."""
+"""The launcher of the tensor quantization: `kernels_cu/cache/tensor_quant.cu`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TENSOR_QUANT = Struct(
     aligned=structs.INT32,
 )  # fmt: skip
 
-VALUES_PER_TILE = 4096  # that a CTA takes at a time
-BLOCKS_PER_SM = 4  # as many as are sure to run at the same time
+VALUES_PER_TILE = 4096  # a CTA takes so many at a time
+BLOCKS_PER_SM = 4  # CTAs that run at the same time on every GPU, as a cooperative launch needs
 
 
 @cache
@@ -46,6 +46,6 @@ def dynamic_per_batched_tensor_quant(gpu: Gpu, x: Array, codes: Array, scale: Ar
         x=x.ptr, codes=codes.ptr, scale=scale.ptr, state=state.ptr, size=size, tiles=tiles,
         aligned=int(x.ptr % 16 == 0),
     )  # fmt: skip
-    blocks = max(1, min(tiles, BLOCKS_PER_SM * gpu.sms))
-    launch = Launch(quantize_kernel(x.dtype.itemsize == 4), (blocks, 1, 1), params)
+    ctas = max(1, min(tiles, BLOCKS_PER_SM * gpu.sms))
+    launch = Launch(quantize_kernel(x.dtype.itemsize == 4), (ctas, 1, 1), params)
     return [Clear(state.ptr, state.nbytes), launch]

@@ -1,8 +1,8 @@
 """Gradients of rows, as sums of what query tokens contribute to them: `backward_lists.cu` and `backward_rows.cu`.
 
-Tokens are worked on in chunks, so that memory stays bounded. `backward_lists` sorts a chunk's lists; a kernel of the
-caller leaves what each token contributes to each of its rows; `backward_rows` adds that up. A row's sum goes over the
-tokens in their order, across chunks, so bits do not depend on where these begin.
+Tokens are worked on in chunks, so that memory stays bounded. Each chunk has three launches: `backward_lists` sorts its
+lists, a kernel of the caller writes what each token contributes to each of its rows, and `backward_rows` adds that up.
+The sum of a row goes over tokens in their order, also from chunk to chunk. So the bits do not depend on the chunks.
 """
 
 from __future__ import annotations
@@ -33,38 +33,39 @@ ROWS = Struct(
     wide=INT32, aligned=INT32,
 )  # fmt: skip
 
-DIGIT_BITS = 8  # of a row number, by which lists are sorted in a pass
-MOST_ITEMS = 1 << 30  # contributions of a chunk, which the kernels number
+DIGIT_BITS = 8  # bits of a row number by which a pass sorts lists
+MOST_ITEMS = 1 << 30  # contributions of a chunk: the kernels number them in 32 bits
 
 
 @cache
 def lists_kernel(range_rows: int, places: bool) -> Kernel:
-    """The kernel for ranges of so many rows, which says where in the list an entry stood or not."""
+    """The kernel that sorts lists into ranges of so many rows; `places`: it also tells where in its list an entry
+    stood."""
     return Kernel("attention/backward_lists.cu", LISTS, {"RANGE_ROWS": range_rows, "PLACES": int(places)})
 
 
 @cache
 def ranges_kernel(range_rows: int) -> Kernel:
-    """The kernel that writes lists of what ranges of rows hold."""
+    """The kernel that writes the same for tokens that see ranges of rows instead of lists."""
     return Kernel("indices/range_lists.cu", RANGES, {"RANGE_ROWS": range_rows})
 
 
 @cache
 def rows_kernel(width: int, range_rows: int) -> Kernel:
-    """The kernel for rows of so many values, of which a CTA has a range."""
+    """The kernel that adds up contributions to rows of `width` values. A CTA has `range_rows` of them."""
     return Kernel("attention/backward_rows.cu", ROWS, {"D_QK": width, "RANGE_ROWS": range_rows})
 
 
 class Lists(NamedTuple):
-    """Which rows the tokens list: those of index lists, or of ranges.
+    """The rows of each token, as index lists or as ranges.
 
     Attributes:
-        tokens, rows: how many there are.
-        range_rows: rows whose gradients a CTA adds up.
-        places: whether the caller's kernel needs to know where in its list an entry stood, or in the rows.
-        indices, length: [tokens, topk] int32, and [tokens] int32 or None.
-        starts, ends: [tokens] int32, where there are no index lists.
-        counted: [tokens] bool, or None: others list none.
+        tokens, rows: how many tokens and rows there are.
+        range_rows: a CTA adds up the gradients of so many rows.
+        places: whether the caller's kernel needs to know the place of an entry in its list.
+        indices, length: [tokens, topk] int32 index lists, and [tokens] int32 their lengths or None.
+        starts, ends: [tokens] int32 ranges, where there are no index lists.
+        counted: [tokens] bool; a token that does not count has no rows. None: all count.
     """
 
     tokens: int
@@ -79,7 +80,7 @@ class Lists(NamedTuple):
 
     @property
     def topk(self) -> int:
-        """Most entries of a list."""
+        """Entries that a list may have."""
         return self.rows if self.indices is None else self.indices.shape[1]
 
 
@@ -88,15 +89,15 @@ class RowSums:
 
     Args:
         of: the lists.
-        gradient: [rows, width] or [rows, 1, width], which is written; None: there is none.
+        gradient: [rows, width] or [rows, 1, width], the result; None: it is not asked for.
         accumulate: add to what `gradient` holds.
         blocks: contributions of a token to a row.
-        max_bytes: of scratch memory, as long as a chunk has a token.
-        bytes_of_token: which the caller's kernel needs besides.
+        max_bytes: limit of the scratch memory; a chunk has at least one token all the same.
+        bytes_of_token: memory that the caller's kernel needs for each token.
 
     Attributes:
         step: tokens of a chunk.
-        contributions, rows, places, counts: of a chunk; there are places only where they are asked for.
+        contributions, rows, places, counts: memory for those of a chunk.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class RowSums:
         self._of, self._gradient, self._accumulate, self._blocks = of, gradient, accumulate, blocks
         self._ranges = ceil_div(of.rows, of.range_rows)
         width = 0 if gradient is None else gradient.shape[-1]
-        of_entry = 16 if of.places and of.indices is not None else 8  # lists, and what they are sorted by turns into
+        of_entry = 16 if of.places and of.indices is not None else 8  # of lists, and of their copies that sorting needs
         of_token = bytes_of_token + topk * (blocks * width * BFLOAT16.itemsize + of_entry)
         of_token += 4 * (self._ranges + 2)
-        self._total: Buffer | None = None  # float32 sums between chunks, where the gradient does not hold them
+        self._total: Buffer | None = None  # float32 sums from chunk to chunk, if the gradient is bfloat16
         if gradient is not None and max_bytes < tokens * of_token and gradient.dtype != FLOAT32:
             self._total = Buffer("sums of rows", shape=(of.rows, width), dtype=FLOAT32)
             max_bytes -= self._total.nbytes
@@ -126,7 +127,7 @@ class RowSums:
         self._starts = Buffer("starts of ranges", shape=(self.step, self._ranges + 1), dtype=INTEGERS)
 
     def sort(self, first: int, tokens: int) -> Launch:
-        """The sort of the lists of these tokens; those of ranges are written so."""
+        """The launch that sorts the lists of these tokens, or writes sorted lists of their ranges."""
         of = self._of
         if of.indices is None:
             params = RANGES(
@@ -146,7 +147,7 @@ class RowSums:
         return Launch(lists_kernel(of.range_rows, of.places), (tokens, 1, 1), params)
 
     def add(self, first: int, tokens: int) -> list[Launch]:
-        """The sums of what these tokens contribute, added to those of the tokens before; nothing for no rows."""
+        """The launch that adds what these tokens contribute to the sums of the tokens before; none without rows."""
         of, gradient = self._of, self._gradient
         if gradient is None or of.rows == 0:
             return []
@@ -165,5 +166,5 @@ class RowSums:
 
 
 def from_token(array: Array | None, first: int) -> object:
-    """Where entry `first` of the first axis stands; null for an array that is not there."""
+    """The address of entry `first` of the first axis; 0 for None."""
     return 0 if array is None else array.ptr + array.dtype.itemsize * first * array.strides[0]

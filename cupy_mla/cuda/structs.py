@@ -1,9 +1,8 @@
-"""Kernel parameter structs, declared once, their fields by name: here those that several kernels or modules share, the
-others in the launcher's module.
+"""Parameter structs of kernels, declared by the names of their fields. Here are those that several modules share; the
+others are declared in the launcher's module.
 
-From a declaration come the packer, and the `static_assert`s on size and offsets that the kernel's source is compiled
-with, so a field that moves on one side only is an error of the compiler. The C++ structs stand in `kernels_cu`, under
-the same names.
+The C++ structs in `kernels_cu` have the same names. A declaration makes the packer, and the `static_assert`s on size
+and offsets with which the kernel is compiled. So a field that moves on one side only is a compiler error.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-POINTER, INT64, UINT64, INT32, UINT32, FLOAT = "Q", "q", "Q", "i", "I", "f"  # as the module `struct` calls them
+POINTER, INT64, UINT64, INT32, UINT32, FLOAT = "Q", "q", "Q", "i", "I", "f"  # format characters of the module `struct`
 
 
 class Packed(NamedTuple):
-    """A struct with values in the order of its fields: numbers, and for pointers a `Pointer` or 0."""
+    """A struct with its values, in the order of its fields. A pointer is a `Pointer` or 0."""
 
     of: Struct
     values: tuple[Any, ...]
 
     def replaced(self, **fields: Any) -> Packed:
-        """The same with other values in some fields."""
+        """A copy with other values in some fields."""
         values = list(self.values)
         for name, value in fields.items():
             values[self.of.index[name]] = value
         return Packed(self.of, tuple(values))
 
     def part(self, base: Struct) -> Packed:
-        """The values of a struct whose fields come first in this one: itself, or what it derives from."""
+        """The part of `base`, which is this struct or the one that it derives from."""
         return self if self.of is base else Packed(base, self.values[: len(base.index)])
 
 
@@ -44,9 +43,9 @@ class Struct:
         fields: a format character of the module `struct`, or a Struct, by the field's name.
 
     Attributes:
-        codes: the format character of every field, those of nested structs in their place.
-        offsets: bytes before each of them.
-        index: the number of a field by its name, "main.topk" in a nested struct.
+        codes: the format character of every field, with those of nested structs in their place.
+        offsets: bytes before each field.
+        index: the number of a field by its name; a nested struct's are named "main.topk".
         size: bytes.
     """
 
@@ -58,10 +57,10 @@ class Struct:
         self._own: list[tuple[str, int]] = []  # the fields that C++ knows by these names, and their offsets
         self._nested: list[Struct] = []
         self._base = base
-        # By the field's name, the struct that it is; None: a number. Without the fields of the base, and with them.
+        # The struct that a field is, by its name; None: a number. Without the fields of the base, and with them.
         self._own_inner = {field: of if isinstance(of, Struct) else None for field, of in fields.items()}
         self._inner: dict[str, Struct | None] = {**({} if base is None else base._inner), **self._own_inner}
-        # The fields that are structs and their places, the last one first.
+        # The fields that are structs, with their places, the last one first: to replace it moves no other.
         self._own_structs, self._structs = (
             [(i, of) for i, of in enumerate(inner.values()) if of is not None][::-1]
             for inner in (self._own_inner, self._inner)
@@ -100,10 +99,10 @@ class Struct:
         return f"struct {self.name}"
 
     def __call__(self, *nested: Packed, **fields: Any) -> Packed:
-        """The struct with these values; nested structs by their fields' names as `Packed`.
+        """The struct with these values. A nested struct is given as `Packed` under its field's name.
 
         Args:
-            nested: the base's values, unless they are among the fields.
+            nested: at most one, the base's values. Without it they are among the fields.
 
         Raises:
             TypeError: a field is missing, there is no such field, or the values are of another struct.
@@ -124,7 +123,7 @@ class Struct:
         return Packed(self, tuple(values))
 
     def _misfit(self, nested: Sequence[Packed], fields: Mapping[str, Any]) -> TypeError:
-        """What is wrong with values."""
+        """The error that names the fields that are missing or unknown."""
         given = {name for packed in nested for name in packed.of.index}
         for field, value in fields.items():
             given |= {f"{field}.{inner}" for inner in value.of.index} if isinstance(value, Packed) else {field}
@@ -147,10 +146,11 @@ class Struct:
     def split(
         self, values: Sequence[Any], open: frozenset[type]
     ) -> tuple[struct.Struct, Sequence[Any], Sequence[bytes]]:
-        """The struct as parts: fields of `open` types, and the bytes of all others before, between and behind them.
+        """The struct as parts: the open fields, whose values have `open` types, and the constant bytes around them.
 
         Returns:
-            what packs the parts in their order, with numbers for the open fields; the open fields; and the bytes.
+            what packs the parts in their order, with numbers for the open fields; the values of the open fields; and
+            the bytes before, between and behind them.
         """
         cut = _cut(self, tuple(map(type, values)), open)
         between = cut.stretches.unpack(cut.others.pack(*cut.pick_others(values)))
@@ -168,12 +168,12 @@ class Struct:
 
 
 class _Cut(NamedTuple):
-    """How a struct comes apart, whatever its numbers are.
+    """How to split a struct whose values have given types (`Struct.split`).
 
     Attributes:
-        others, pick_others: what packs the whole struct with gaps for its open fields, and picks the other fields.
-        stretches: takes the bytes between open fields from that.
-        packer, pick_open: what packs the struct of these bytes and the open fields in turn, and picks the open fields.
+        others, pick_others: packs the struct with gaps for the open fields; picks the values of the other fields.
+        stretches: unpacks from those bytes the stretches before, between and behind the open fields.
+        packer, pick_open: packs the struct from stretches and open fields in turn; picks the values of the open fields.
     """
 
     others: struct.Struct
@@ -185,7 +185,7 @@ class _Cut(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _cut(of: Struct, types: tuple[type, ...], open: frozenset[type]) -> _Cut:
-    """How to take a struct apart whose fields' values have these types."""
+    """How to split a struct whose values have these types."""
     numbers = [[i for i, kind in enumerate(types) if (kind in open) is is_open] for is_open in (False, True)]
     others = stretches = packer = "="
     end = start = 0
@@ -205,7 +205,7 @@ def _cut(of: Struct, types: tuple[type, ...], open: frozenset[type]) -> _Cut:
 
 
 def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Picks the values of these numbers from a tuple or list, as another one."""
+    """A function that picks the values at these places of a tuple or list, as a tuple or list."""
     if len(numbers) > 1:
         return itemgetter(*numbers)
     return itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))

@@ -1,4 +1,5 @@
-"""Launches the index kernels of the sliding window: swa_decode, gather_lens and combine_swa of `kernels_cu/indices`."""
+"""Launchers of the sliding window's index kernels: `swa_decode.cu`, `gather_lens.cu`, `combine_swa.cu` of
+`kernels_cu/indices`."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ COMBINE_SWA = Struct(
 DECODE_TOKENS_PER_BLOCK = 8
 LENS_REQUESTS_PER_BLOCK = 128
 
-# Lists decode tokens' windows.
+# Lists the windows of decode tokens.
 DECODE_KERNEL = Kernel("indices/swa_decode.cu", SWA_DECODE, {"TOKENS_PER_BLOCK": DECODE_TOKENS_PER_BLOCK})
-# Counts the tokens prefills' windows reach.
+# Counts the tokens that the windows of prefills reach.
 LENS_KERNEL = Kernel("indices/gather_lens.cu", GATHER_LENS, {"REQUESTS_PER_BLOCK": LENS_REQUESTS_PER_BLOCK})
-# Lists prefill tokens' compressed rows and windows, a CTA a token.
+# Lists compressed rows and windows of prefill tokens, with a CTA for each token.
 COMBINE_KERNEL = Kernel("indices/combine_swa.cu", COMBINE_SWA, {})
 
 

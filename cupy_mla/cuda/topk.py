@@ -1,5 +1,5 @@
-"""Launches the selection of the largest logits, behind the logits or alone: `kernels_cu/indexer/topk.cu`, and
-`short_rows.cu` where no row can have more than k."""
+"""Launchers of what selects the largest logits, behind the indexer's logits or alone: `kernels_cu/indexer/topk.cu`, and
+`short_rows.cu` where no row can have more than k logits."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ TOPK = Struct(
 )  # fmt: skip
 
 LEAST_CLUSTER_CAPABILITY = 90
-# What is needed once a row goes to local memory; by BF16. The most are of sm_80 and sm_100; sm_90 has 48.
+# By whether logits are bfloat16: what a row needs once is spilled. These are of sm_80 and sm_100; sm_90 spills 48.
 SPILL_BYTES = {False: 60, True: 68}
 MOST_K = 4096
-RESULTS_OF_CTA = 2048  # of short_rows
+RESULTS_OF_CTA = 2048  # results that a CTA of `short_rows.cu` writes
 
 
 class Shape(NamedTuple):
     """How a CTA works.
 
     Attributes:
-        items: of a thread at a time.
-        per_sm: CTAs that run at a time on an SM; it bounds the registers.
-        streamed: rows may be longer than what the threads hold.
+        threads: of a CTA.
+        items: logits that a thread holds at a time.
+        per_sm: CTAs that run at a time on an SM; this limits their registers.
+        streamed: rows may be longer than what the threads hold, and are read in pieces.
         clusters: the CTAs of a cluster share a row.
-        few: no more rows than SMs. A CTA has an SM for itself, even where it starts before the logits' CTAs have ended.
-        ordered: more streamed rows than SMs, of at most `MOST_ORDERED` logits. The pool holds the items of a chunk of
-            columns side by side. Its last items are compared one by one. With 384 threads and more the sample is
+        few: there are no more rows than SMs. A CTA has an SM for itself, even where it starts before the CTAs of the
+            logits have ended.
+        ordered: for more streamed rows than SMs, of at most `MOST_ORDERED` logits. The pool holds the items of a chunk
+            of columns side by side. Its last items are compared one by one. With 384 threads and more the sample is
             searched by finer digits.
     """
 
@@ -66,19 +68,19 @@ class Shape(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """The shapes for rows up to a width, each with the number of rows an SM above which it is used, ascending."""
+    """The shapes for rows of at most `most` logits, each with the number of rows per SM above which it is used."""
 
     most: int
     shapes: tuple[tuple[int, Shape], ...]
 
 
 ANY_WIDTH = 1 << 31
-MOST_ORDERED = 1 << 20  # the kernel has room for as many chunks
+MOST_ORDERED = 1 << 20  # logits of a row: the kernel has no room for more chunks
 STREAMED = Shape(512, 16, 2, streamed=True)
 ORDERED = STREAMED._replace(ordered=True)
 ORDERED_BY_THREE = Shape(384, 16, 3, streamed=True, ordered=True)
-# For more rows than SMs. Of up to 2 and 3 rows an SM, all CTAs run at a time; of more, waves of small CTAs. What was
-# measured is in benchmarks/log/topk.md.
+# For more rows than SMs. With up to 2 or 3 rows per SM all CTAs run at a time, with more, small CTAs run in waves.
+# benchmarks/log/topk.md has the measurements.
 MANY = (
     Widths(4096, ((1, Shape(512, 8, 2)), (2, Shape(512, 8, 3)), (3, Shape(256, 16, 5)))),
     Widths(5120, ((1, Shape(512, 12, 2)), (2, Shape(512, 12, 3)), (3, Shape(256, 20, 5)))),
@@ -93,7 +95,7 @@ MANY = (
     Widths(MOST_ORDERED, ((1, ORDERED),)),
     Widths(ANY_WIDTH, ((1, STREAMED),)),
 )
-# For no more rows than SMs, a CTA each.
+# For at most as many rows as SMs, a CTA for each.
 FEW = (
     *(Widths(512 * items, ((0, Shape(512, items, 2, few=True)),)) for items in (8, 16)),
     *(Widths(1024 * items, ((0, Shape(1024, items, 1, few=True)),)) for items in (12, 16, 20, 24)),
@@ -108,7 +110,7 @@ CLUSTERS = (
 
 
 class Tables(NamedTuple):
-    """The shapes for logits of a dtype: for more rows than SMs, for no more, and for clusters."""
+    """The shapes for logits of a dtype: for more rows than SMs, for fewer, and for clusters."""
 
     many: tuple[Widths, ...]
     few: tuple[Widths, ...]
@@ -116,7 +118,7 @@ class Tables(NamedTuple):
 
 
 FLOAT32_TABLES = Tables(MANY, FEW, CLUSTERS)
-# No library makes logits of bfloat16, and no record has a size of them: a few shapes that hold rows of any width.
+# No known library makes bfloat16 logits, and none were measured: a few shapes serve rows of any width.
 BF16_TABLES = Tables(
     many=(
         *(Widths(512 * items, ((1, Shape(512, items, per_sm)),)) for items, per_sm in ((8, 3), (16, 3), (32, 2))),
@@ -130,11 +132,11 @@ BF16_TABLES = Tables(
     ),
     clusters=(CLUSTERS[0], *CLUSTERS[-2:]),
 )
-LEAST_CLUSTER_WIDTH = 12288  # of rows that more than one CTA works on
-LEAST_PART = CLUSTERS[0].most  # of a cluster of more than two
-# Longest rows that one CTA holds in registers.
+LEAST_CLUSTER_WIDTH = 12288  # shorter rows have one CTA
+LEAST_PART = CLUSTERS[0].most  # logits of a CTA in clusters of more than two
+# The longest rows that one CTA holds in registers.
 HELD_BY_ONE = max(widths.most for widths in FEW for _, shape in widths.shapes if not shape.streamed)
-MOST_OF_ONE = 131072  # longest rows for which one CTA is faster than two
+MOST_OF_ONE = 131072  # the longest rows for which one CTA is faster than two
 
 
 @cache
@@ -149,7 +151,7 @@ def kernel(shape: Shape, bf16: bool) -> Kernel:
     )  # fmt: skip
 
 
-# For rows that have no more than k logits, which it does not read.
+# For rows that have no more than k logits. It does not read them, since all are selected.
 SHORT_KERNEL = Kernel("indexer/short_rows.cu", TOPK, {"RESULTS": RESULTS_OF_CTA}, overlaps=True)
 
 
@@ -162,7 +164,7 @@ def kernels() -> Iterator[Kernel]:
 
 
 def choose(gpu: Gpu, rows: int, width: int, k: int, bf16: bool = False) -> tuple[Shape, int]:
-    """The shape that is fastest for so many rows, and the CTAs of a row."""
+    """The fastest shape for rows of so many logits, and the number of CTAs that share a row."""
     tables = BF16_TABLES if bf16 else FLOAT32_TABLES
     if rows > gpu.sms:
         return _shape(tables.many, rows, width, k, gpu.sms), 1
@@ -171,14 +173,14 @@ def choose(gpu: Gpu, rows: int, width: int, k: int, bf16: bool = False) -> tuple
 
 
 def cluster_kernel() -> Kernel:
-    """The variant that is asked how many clusters run at a time; a CTA of all `CLUSTERS` takes a whole SM."""
+    """The variant that `Gpu.clusters_at_once` is asked about. A CTA of all `CLUSTERS` takes a whole SM."""
     return kernel(CLUSTERS[0].shapes[0][1], False)
 
 
 def _cluster(gpu: Gpu, rows: int, width: int) -> int:
-    """The CTAs of a row: as many as give each thread few logits, and as allow all clusters to run at a time.
+    """The CTAs that share a row: the largest number with which all clusters run at a time and each CTA has work.
 
-    Of rows that one CTA holds, clusters get only four fifths of the SMs: with more, one CTA a row is faster.
+    For rows that one CTA can hold, clusters get four fifths of the SMs. If they need more, one CTA a row is faster.
     """
     if gpu.capability < LEAST_CLUSTER_CAPABILITY or width <= LEAST_CLUSTER_WIDTH or 2 * rows > gpu.sms:
         return 1
@@ -202,9 +204,11 @@ class Logits(NamedTuple):
     """Rows of logits in memory.
 
     Attributes:
-        ptr: of the first.
+        ptr: where the first row starts.
         stride: from row to row, in items.
-        aligned: whether rows allow loads of four items.
+        rows, width: the numbers of rows, and of logits of a row.
+        bf16: the logits are bfloat16, else float32.
+        aligned: rows allow loads of four items.
     """
 
     ptr: Pointer | int
@@ -216,12 +220,13 @@ class Logits(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Where the rows' ranges begin and end; 0 for no limit.
+    """The range of columns of each row in which logits are selected.
 
     Attributes:
-        lens_stride: with `queries`, from request to request; 0 where a request has one context length.
-        queries: of a request, whose `ends` are context lengths; 0: `ends` are ends.
-        in_blocks: columns are those of candidate blocks, and `ends` numbers of keys.
+        starts, ends: pointers to the begin and the end of each row's range; 0: there is no limit.
+        lens_stride: used with `queries`: items from request to request; 0 where a request has one context length.
+        queries: queries of a request; `ends` are then context lengths of requests. 0: `ends` are ends of rows.
+        in_blocks: columns are those of candidate blocks, and `ends` are numbers of keys.
     """
 
     starts: object
@@ -236,7 +241,7 @@ def topk_indices(gpu: Gpu, logits: Array, k: int, starts: Array | None, ends: Ar
     rows, width = logits.shape
     item = logits.dtype.itemsize
     of = Logits(logits.ptr, logits.strides[0], rows, width, item == 2, logits.aligned(4 * item))
-    return choice(gpu, of, Bounds(pointer(starts), pointer(ends)), k, out.ptr, out.strides[0])
+    return select_topk(gpu, of, Bounds(pointer(starts), pointer(ends)), k, out.ptr, out.strides[0])
 
 
 def select_rows(
@@ -257,7 +262,7 @@ def select_rows(
             program += ragged_logits(gpu, of, chunk.part)
         bounds = Bounds(_item(of.starts, first), _item(of.ends, first))
         requests = 0 if req_id is None else _item(req_id, first)
-        program += _choices(gpu, chunk, chosen, bounds, slots, requests)
+        program += _select(gpu, chunk, chosen, bounds, slots, requests)
     return program
 
 
@@ -270,12 +275,12 @@ def select_rows_paged(gpu: Gpu, of: PagedKeys, chosen: Selection, max_context_le
     for chunk in _chunks(chosen, requests, n, max_context_len):
         first, size = chunk.part.first, chunk.part.size
         if size < requests:
-            of = of._replace(schedule=None)
+            of = of._replace(schedule=None)  # it is one of all requests
         if max_context_len > chunk.part.all_chosen:
             program += paged_logits(gpu, of, chunk.part, max_context_len)
         bounds = Bounds(0, _item(of.lens, first), lens_stride(of.lens), n)
         to = block_table(of.table, of.cache.shape[1], first, size) if slots else NO_TABLE
-        program += _choices(gpu, chunk, chosen, bounds, to)
+        program += _select(gpu, chunk, chosen, bounds, to)
     return program
 
 
@@ -290,12 +295,18 @@ def select_candidate_rows(gpu: Gpu, of: CandidateKeys, chosen: Selection) -> Pro
             program += logits_of_candidates(gpu, of, chunk.part)
         bounds = Bounds(0, _item(of.lens, first), in_blocks=True)
         to_positions = block_table(of.candidates, CANDIDATE_BLOCK, first, chunk.part.size)
-        program += _choices(gpu, chunk, chosen, bounds, to_positions)
+        program += _select(gpu, chunk, chosen, bounds, to_positions)
     return program
 
 
 class Chunk(NamedTuple):
-    """Some of a call's queries, or of a paged cache its requests, whose logits have a workspace at the same time."""
+    """Some queries of a call, or requests over a paged cache, whose logits fill the workspace once.
+
+    Attributes:
+        part: which they are, and how their logits are written.
+        logits: those in the workspace.
+        scratch: for the scores of their blocks.
+    """
 
     part: Part
     logits: Logits
@@ -303,27 +314,32 @@ class Chunk(NamedTuple):
 
 
 def _chunks(chosen: Selection, items: int, queries: int, width: int) -> Iterator[Chunk]:
-    """All items in turn, which have so many queries each and rows of so many logits."""
+    """Divide a call into chunks whose logits fit `chosen.max_workspace_bytes`. All share one workspace.
+
+    Args:
+        items: query tokens, or requests of `queries` query tokens each.
+        width: logits of a row.
+    """
     stride = _padded(width)
     step = max(chosen.max_workspace_bytes // (4 * stride * queries), 1)
     most = min(step, items) * queries
     workspace, scratch = Buffer("logits", shape=(most, stride), dtype=FLOAT32), BlockScores.of(most, width)
-    least = all_chosen(chosen.k, chosen.blocks)
+    without_logits = all_chosen(chosen.k, chosen.blocks)
     for first in range(0, items, step):
         size = min(step, items - first)
-        part = Part(first, size, workspace.ptr, stride, clean=False, all_chosen=least)
+        part = Part(first, size, workspace.ptr, stride, clean=False, all_chosen=without_logits)
         yield Chunk(part, Logits(workspace.ptr, stride, size * queries, width, False, True), scratch)
 
 
-def _choices(
+def _select(
     gpu: Gpu, chunk: Chunk, chosen: Selection, bounds: Bounds, table: Packed, requests: Pointer | int = 0
 ) -> Program:
-    """The launches that choose a chunk's rows, and its blocks where these are asked for."""
+    """The launches that select a chunk's rows, and its blocks where `chosen` asks for them."""
     logits, out = chunk.logits, chosen.out
     first = chunk.part.first * (logits.rows // chunk.part.size)
-    program = [*choice(gpu, logits, bounds, chosen.k, _item(out, first), out.strides[0], table, requests)]
+    program = [*select_topk(gpu, logits, bounds, chosen.k, _item(out, first), out.strides[0], table, requests)]
     if chosen.blocks is not None:
-        program += block_choice(gpu, logits, bounds, chunk.scratch, chosen.blocks, first)
+        program += select_blocks(gpu, logits, bounds, chunk.scratch, chosen.blocks, first)
     return program
 
 
@@ -331,11 +347,11 @@ def candidate_blocks(gpu: Gpu, logits: Array, starts: Array | None, ends: Array 
     """Twin of `reference.topk.candidate_blocks`."""
     rows, width = logits.shape
     of = Logits(logits.ptr, logits.strides[0], rows, width, False, logits.aligned(16))
-    return block_choice(gpu, of, Bounds(pointer(starts), pointer(ends)), BlockScores.of(rows, width), out, 0)
+    return select_blocks(gpu, of, Bounds(pointer(starts), pointer(ends)), BlockScores.of(rows, width), out, 0)
 
 
-def block_choice(gpu: Gpu, logits: Logits, bounds: Bounds, scratch: BlockScores, out: Array, first: int) -> Program:
-    """The launches that choose blocks of rows of float32 logits, and write them from row `first` of `out` on."""
+def select_blocks(gpu: Gpu, logits: Logits, bounds: Bounds, scratch: BlockScores, out: Array, first: int) -> Program:
+    """The launches that select blocks of rows of float32 logits. Those of the first row go to row `first` of `out`."""
     rows, blocks = logits.rows, ceil_div(logits.width, CANDIDATE_BLOCK)
     if rows == 0:
         return ()
@@ -349,11 +365,11 @@ def block_choice(gpu: Gpu, logits: Logits, bounds: Bounds, scratch: BlockScores,
     )  # fmt: skip
     return [
         Launch(block_scores.KERNEL, (rows * block_scores.ctas_of_row(blocks), 1, 1), params),
-        *choice(gpu, of_blocks, Bounds(0, scratch.counts.ptr), out.shape[1], _item(out, first), out.strides[0]),
+        *select_topk(gpu, of_blocks, Bounds(0, scratch.counts.ptr), out.shape[1], _item(out, first), out.strides[0]),
     ]
 
 
-def choice(
+def select_topk(
     gpu: Gpu,
     logits: Logits,
     bounds: Bounds,
@@ -363,7 +379,7 @@ def choice(
     table: Packed = NO_TABLE,
     requests: Pointer | int = 0,
 ) -> Program:
-    """The launch that chooses from rows of logits; with a block table what it chooses become slots."""
+    """The launch that selects the k largest logits of each row. It writes columns; with a block table, slots."""
     rows, width = logits.rows, logits.width
     if rows == 0:
         return ()
@@ -379,15 +395,15 @@ def choice(
 
 
 def all_chosen(k: int, blocks: Array | None) -> int:
-    """Of at most so many keys a query needs no logits: all of them are chosen, and all their blocks."""
+    """A query with at most so many keys needs no logits: all its keys are selected, and all their blocks."""
     return k if blocks is None else min(k, CANDIDATE_BLOCK * blocks.shape[1])
 
 
 def _padded(width: int) -> int:
-    """The stride of rows of float32 that allow loads of four."""
+    """The stride, in items, of float32 rows that allow loads of four."""
     return ceil_div(max(width, 1), 4) * 4
 
 
 def _item(array: Array, first: int) -> Pointer | int:
-    """Where entry `first` of an array of int32 stands."""
+    """The address of entry `first` of an int32 array."""
     return array.ptr + 4 * first * array.strides[0]

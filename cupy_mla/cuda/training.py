@@ -1,8 +1,9 @@
-"""Launches what the indexer learns from: `attention_target.cu`, `dense_lse.cu`, and `indexer_loss.cu` with the kernels
-beside it. Ranges of rows are lists without indices: an entry is the row of its number.
+"""Launchers of the indexer's training: `attention_target.cu`, `dense_lse.cu`, and `indexer_loss.cu` with its helpers. A
+range of rows is a list without indices: an entry is a number of a row.
 
-The loss goes over chunks of tokens, as `row_sums.py` has it. Before them `loss_tokens` counts the tokens that count,
-for they divide the gradients; behind them `loss_sum` adds up what `indexer_loss` has left for each token.
+The loss is computed in chunks of tokens, see `row_sums.py`. Before them `loss_tokens` counts the tokens that count,
+because gradients are divided by their number. Behind them `loss_sum` adds up the divergences that `indexer_loss` has
+written for each token.
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ ROUND = Struct(
 )  # fmt: skip
 SUM = Struct("LossSumParams", divergences=POINTER, number=POINTER, out=POINTER, coeff=FLOAT, tokens=INT32)
 
-WIDTHS, D = (576, 512), 128  # of rows, of the indexer's keys
-TARGET_HEADS, LOSS_HEADS = (16, 32, 64), (16, 32, 64, 128)  # of a CTA: the fewest that hold all, or the most
+WIDTHS, D = (576, 512), 128  # values of a row; of an indexer's key
+# Heads that a CTA may have: a call uses the fewest that hold all of its heads, or the most.
+TARGET_HEADS, LOSS_HEADS = (16, 32, 64), (16, 32, 64, 128)
 SPILL_BYTES = 24  # of `attention_target` over rows of 512 on sm_100 and sm_120, whose 128 registers make two CTAs an SM
-RANGE_KEYS = 8  # whose gradients a CTA adds up
+RANGE_KEYS = 8  # a CTA adds up the gradients of so many keys
 TILE_KEYS = 64  # of `indexer_loss`
-WARPS = 8  # of `loss_tokens`, a token each
+WARPS = 8  # of a CTA of `loss_tokens`, with a token each
 ROUND_ROWS = 32  # of a CTA of `round_rows`
-QUERY_FLOOR, KEY_FLOOR = 1e-10, 1e-4  # of the largest magnitudes of which scales are made
-ROUNDED_BYTES = 2 * 128 + 4  # of a query or key that is rounded, and its scale
+QUERY_FLOOR, KEY_FLOOR = 1e-10, 1e-4  # scales are made of the largest magnitude, or of this if it is greater
+ROUNDED_BYTES = 2 * 128 + 4  # a rounded query or key, and its scale
 
 
 @cache
@@ -77,7 +79,7 @@ ROUND_KERNEL = Kernel("indexer/round_rows.cu", ROUND, {})
 
 @cache
 def loss_kernel(heads: int, quantized: bool) -> Kernel:
-    """The kernel for up to so many heads, of queries and keys as they are or rounded to e4m3."""
+    """The kernel for up to so many heads; `quantized`: of queries and keys that are rounded to e4m3."""
     return Kernel("indexer/indexer_loss.cu", LOSS, {"HEADS": heads, "QUANTIZED": int(quantized)})
 
 
@@ -126,7 +128,7 @@ def dense_lse(gpu: Gpu, a: Target) -> Program:
 
 
 def _head_scores(a: Target, width: int) -> Packed:
-    """Of the products of heads and rows; lists or ranges have so many entries."""
+    """`struct HeadScoresParams`; lists or ranges have at most `width` entries."""
     return HEAD_SCORES(
         **_entries(a, width), q=a.q.ptr, kv=a.kv.ptr, q_token=a.q.strides[0], q_head=a.q.strides[1],
         kv_row=a.kv.strides[0], h_q=a.q.shape[1], s_kv=a.kv.shape[0], scale_log2=a.sm_scale * math.log2(math.e),
@@ -135,7 +137,7 @@ def _head_scores(a: Target, width: int) -> Packed:
 
 
 def _entries(a: Target | IndexerLoss, width: int) -> dict[str, object]:
-    """Where each token's entries stand, up to so many: in its list, which ends by its length, or a range of rows."""
+    """Fields for the entries of each token, at most `width`: its list and its length, or its range of rows."""
     lists = a.indices is not None
     return {
         "indices": pointer(a.indices), "index_stride": a.indices.strides[0] if lists else 0, "topk": width,
@@ -181,11 +183,12 @@ def indexer_loss(gpu: Gpu, a: IndexerLoss) -> Program:
 
 
 class _Scored:
-    """The queries and keys that are scored: as they are, or rounded in scratch memory, of queries a chunk.
+    """The queries and keys of the logits: the caller's, or copies in scratch memory that are rounded to e4m3. Of
+    queries there is a copy of one chunk at a time.
 
     Args:
-        a: of the call.
-        step: most tokens of a chunk.
+        a: the call's arguments.
+        step: tokens of a chunk.
     """
 
     def __init__(self, a: IndexerLoss, step: int) -> None:
@@ -195,13 +198,13 @@ class _Scored:
         self._scales = {name: Buffer(f"scales of {name}", shape=(n,), dtype=FLOAT32) for name, n in rows.items()}
 
     def keys(self) -> list[Launch]:
-        """What rounds the keys; nothing where they stay."""
+        """The launch that rounds the keys; none if they are not rounded."""
         k = self._a.k_index
         source = {"source": k.ptr, "outer": k.strides[0], "inner": 0, "of_outer": 1, "aligned": int(k.aligned(16))}
         return self._round("keys", k.shape[0], KEY_FLOOR, source)
 
     def queries(self, first: int, count: int) -> list[Launch]:
-        """What rounds the queries of so many tokens; nothing where they stay."""
+        """The launch that rounds the queries of a chunk; none if they are not rounded."""
         q = self._a.q_index
         source = {
             "source": from_token(q, first), "outer": q.strides[0], "inner": q.strides[1], "of_outer": self._heads,
@@ -219,7 +222,7 @@ class _Scored:
         return [Launch(ROUND_KERNEL, (ceil_div(rows, ROUND_ROWS), 1, 1), params)]
 
     def fields(self, first: int) -> dict[str, object]:
-        """What the loss's kernel is told of them, for the chunk that begins with this token."""
+        """Fields of `struct IndexerLossParams` for the chunk that begins with token `first`."""
         q, k = self._a.q_index, self._a.k_index
         if self._a.scale_format is None:
             return {
@@ -233,7 +236,7 @@ class _Scored:
 
 
 def _params(a: IndexerLoss, sums: RowSums, first: int, padded: int, memory: Mapping[str, object]) -> Packed:
-    """Of the kernel that makes a chunk's divergences and gradients."""
+    """`struct IndexerLossParams` for a chunk's divergences and gradients."""
     dq, dw = a.dq_index, a.dw
     return LOSS(
         w=from_token(a.w, first), target=from_token(a.target, first), rows=sums.rows.ptr, places=sums.places.ptr,
@@ -248,5 +251,5 @@ def _params(a: IndexerLoss, sums: RowSums, first: int, padded: int, memory: Mapp
 
 
 def _fitting(sizes: tuple[int, ...], heads: int) -> int:
-    """The fewest heads that hold all of a token's, or the most there are."""
+    """The smallest size that holds so many heads, or the largest."""
     return next((size for size in sizes if heads <= size), sizes[-1])

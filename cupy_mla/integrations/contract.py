@@ -1,8 +1,10 @@
-"""What an adapter needs of an engine's Python sources, and whether they have it. They are read, never imported.
+"""Checks that an engine's Python sources have the names and signatures on which an adapter relies. The sources are
+parsed, never imported.
 
-A need is written as it would be called: `Class.method(self, q, layer)`, `Class.attribute`, `function(x)`, `NAME`. A
-parameter list names the first parameters, in order; of a dataclass all fields that have no default. An attribute may be
-a class variable, a field, or what a method assigns to `self`; a name may be defined in a module or imported into it.
+A need is one such name, with its parameters if they matter: `Class.method(self, q, layer)`, `Class.attribute`,
+`function(x)`, `NAME`. The parameters are the first ones of a function, in order, or all fields of a dataclass that have
+no default. An attribute may be a class variable, a field, or an attribute that a method assigns to `self`. A name may
+be defined in the module or imported into it.
 """
 
 from __future__ import annotations
@@ -12,21 +14,21 @@ import importlib.util
 import logging
 from pathlib import Path
 
-# Needs by module, whose name is relative to the engine's package.
+# Module, relative to the engine's package: needs.
 Needs = dict[str, tuple[str, ...]]
-# A definition by its dotted name; the value is a function's parameters or a dataclass's fields without default.
+# Dotted name of a definition: a function's parameters (list), a dataclass's fields without default (tuple), or None.
 Found = dict[str, "list[str] | tuple[str, ...] | None"]
 
 
 def sources(package: str) -> Path:
-    """The folder of an installed package, which is not imported; packages around it are.
+    """The folder of an installed package. The package is not imported, but its parent packages are.
 
     Raises:
-        RuntimeError: it is not installed.
+        RuntimeError: the package is not installed.
     """
     try:
         spec = importlib.util.find_spec(package)
-    except ModuleNotFoundError:  # a package around it is not
+    except ModuleNotFoundError:  # a parent package is not installed
         spec = None
     if spec is None or spec.origin is None:
         raise RuntimeError(f"{package} is not installed")
@@ -37,7 +39,7 @@ def missing(package: Path, needs: Needs) -> list[str]:
     """The needs that a package does not meet, each with its module.
 
     Args:
-        package: folder of the package; a `zipfile.Path` into a wheel will do.
+        package: folder of the package, or a `zipfile.Path` into a wheel.
     """
     lacking = []
     for module, names in needs.items():
@@ -51,7 +53,7 @@ def missing(package: Path, needs: Needs) -> list[str]:
 
 
 def meets(package: Path, needs: Needs, what: str, logger: logging.Logger) -> bool:
-    """Whether a package meets all needs; False, after a warning that `what` is left alone, where it does not."""
+    """Whether a package meets all needs. If not, a warning names what is missing and says that `what` is left alone."""
     lacking = missing(package, needs)
     if lacking:
         logger.warning("cupy_mla leaves this %s alone. Missing: %s", what, "; ".join(lacking))
@@ -59,7 +61,7 @@ def meets(package: Path, needs: Needs, what: str, logger: logging.Logger) -> boo
 
 
 def definitions(source: str) -> Found:
-    """What a module's source defines, in classes too."""
+    """All names that a module's source defines, those in its classes included."""
     found: Found = {}
     _collect(ast.parse(source).body, "", found)
     return found

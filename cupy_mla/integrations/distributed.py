@@ -1,8 +1,8 @@
 """Context parallelism on `torch.distributed`: NCCL between GPUs, gloo between processes on the CPU.
 
-Each rank holds a part of every request's rows (`cupy_mla.ops.context_parallel` says which) and has a part of the heads,
-as tensor parallelism gives it. For attention the ranks bring the queries of all heads together, each attends over its
-own rows, and each gets back all parts of its own heads::
+Each rank holds a part of every request's rows (`cupy_mla.ops.context_parallel` says which) and, by tensor parallelism,
+a part of the heads. For attention, each rank gathers the queries of all heads and attends over its own rows. The
+partial results are then exchanged, and each rank merges those of its own heads::
 
     ranks = ContextParallel(group)
     gathering = ranks.start_gathering(q)                 # beside the indexer
@@ -10,9 +10,9 @@ own rows, and each gets back all parts of its own heads::
     local, length = ranks.localize_topk(chosen)          # of those, this rank's
     out, lse = ranks.attend(gathering, cache, slots, sm_scale, topk_length=length)
 
-Nothing waits for a GPU, so with NCCL all of it can be captured in a CUDA graph (once a first call has connected the
-ranks; delete the graph before `destroy_process_group`, which waits for it). Every rank must call the same methods in
-the same order, with as many query tokens.
+No method waits for a GPU. With NCCL a CUDA graph can therefore capture all of them, after a first call has connected
+the ranks. Delete the graph before `destroy_process_group`, which would wait for it. All ranks must call the same
+methods in the same order, with equally many query tokens.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from ..layouts import D_V
 from ..ops.attention import sparse_decode
 from ..ops.context_parallel import globalize_topk, local_seq_lens, localize_topk, merge_attention, merge_topk
 
-# Values of bfloat16 that a head of a query token takes on its way: its output, its lse (two), and six that are unused,
-# so that the next one starts at a multiple of 16 bytes.
+# bfloat16 values that ranks exchange per query token and head: the output, the lse (a float32, two values), and six
+# that are unused, so that each row starts at a multiple of 16 bytes.
 ROW = D_V + 8
 
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name, and the older
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer torch, older torch
 
 
 class Gathering:
-    """Queries of all ranks' heads that are on their way: what `ContextParallel.start_gathering` returns."""
+    """A gathering of queries that is under way: the result of `ContextParallel.start_gathering`."""
 
     def __init__(self, q: torch.Tensor, work: dist.Work | None) -> None:
         self._q, self._work = q, work
 
     def wait(self) -> torch.Tensor:
-        """The queries [T, world_size * h, d]. What is launched from now on comes after their arrival."""
+        """The queries [T, world_size * h, d]. Kernels launched from now on run after the queries have arrived."""
         if self._work is not None:
             self._work.wait()
         return self._q
 
 
 class ContextParallel:
-    """The ranks among which the rows of every request are divided, as one of them sees it.
+    """Context parallelism for one rank of a process group.
 
     Attributes:
-        group: of torch.distributed.
+        group: the process group; None: all processes.
         world_size: number of ranks.
-        rank: this one.
-        interleave: neighbouring tokens of a request that lie on the same rank.
+        rank: number of this rank.
+        interleave: number of neighbouring tokens of a request that lie on the same rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, interleave: int = 1) -> None:
         """
         Args:
-            group: None: all processes.
-            interleave: neighbouring tokens of a request that lie on the same rank.
+            group: the process group; None: all processes.
+            interleave: number of neighbouring tokens of a request that lie on the same rank.
 
         Raises:
             TypeError, ValueError: `interleave` is no positive integer.
-            ValueError: torch.distributed has no such group yet, or does not count this process in.
+            ValueError: torch.distributed is not initialised, or this process is no member of the group.
         """
         if not dist.is_initialized():
             raise ValueError("call torch.distributed.init_process_group first")
@@ -77,11 +77,11 @@ class ContextParallel:
             raise ValueError("group: this process is none of its ranks")
 
     def local_seq_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        """How many tokens of each request lie here: `cupy_mla.local_seq_lens`."""
+        """How many tokens of each request lie on this rank: `cupy_mla.local_seq_lens`."""
         return local_seq_lens(seq_lens, self.world_size, self.rank, self.interleave)
 
     def localize_topk(self, topk_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of chosen positions those that lie here, as positions in this rank's cache: `cupy_mla.localize_topk`."""
+        """The chosen positions that lie on this rank, as positions in its cache: `cupy_mla.localize_topk`."""
         return localize_topk(topk_indices, self.world_size, self.rank, self.interleave)
 
     def select(self, logits: torch.Tensor, positions: torch.Tensor, k: int) -> torch.Tensor:
@@ -89,9 +89,9 @@ class ContextParallel:
 
         Args:
             logits: [T, width] float32 of this rank's keys.
-            positions: [T, K] int32, what `cupy_mla.topk_indices` found in them; K is the same on all ranks, and must
-                be k at least for the result to be exact.
-            k: 1 to 4096.
+            positions: [T, K] int32, the result of `cupy_mla.topk_indices` on `logits`. K must be the same on all ranks,
+                and k at least for the result to be exact.
+            k: number of keys, 1 to 4096.
 
         Returns:
             [T, k] int32 positions in the requests, ascending, -1 behind the last; the same on all ranks.
@@ -109,7 +109,7 @@ class ContextParallel:
         """The queries of all ranks' heads.
 
         Args:
-            q: [T, h, d] of this rank's heads. No copy is made where heads are the outer axis in memory.
+            q: [T, h, d] of this rank's heads. It is not copied if heads are the outer axis in memory.
 
         Returns:
             [T, world_size * h, d]; heads are the outer axis in memory.
@@ -117,7 +117,7 @@ class ContextParallel:
         return self._gather(q, False).wait()
 
     def start_gathering(self, q: torch.Tensor) -> Gathering:
-        """The same beside what follows, until `wait` of what it returns is called; `attend` does that."""
+        """`gather_heads` that runs beside the kernels launched next. `attend` takes the result and waits for it."""
         return self._gather(q, True)
 
     def _gather(self, q: torch.Tensor, beside: bool) -> Gathering:
@@ -140,11 +140,11 @@ class ContextParallel:
         """Attention of this rank's heads over the rows of all ranks.
 
         Args:
-            q: [T, h, d_qk] bfloat16 of this rank's heads, or what `start_gathering` of them returned.
+            q: [T, h, d_qk] bfloat16 of this rank's heads, or the result of `start_gathering` of these.
             k_cache: this rank's rows, as for `cupy_mla.sparse_decode`.
             indices: [T, K] int32 slots of this rank's cache.
             sm_scale: factor on the dot products before the softmax.
-            topk_length: [T] int32; entries of `indices` at or after it are not looked at.
+            topk_length: [T] int32 lengths of lists; entries behind them are not read.
             attn_sink: [h] float32 of this rank's heads.
 
         Returns:
@@ -166,13 +166,14 @@ class ContextParallel:
     def merge(
         self, out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of this rank's heads out of that of all heads over each rank's own rows.
+        """Attention of this rank's heads over the rows of all ranks, from each rank's attention over its own rows.
 
-        For attention by other means than `attend`, of the queries of `gather_heads`: `cupy_mla.sparse_prefill`.
+        `attend` includes this step. Call it after any other attention of `gather_heads`' queries, for instance
+        `cupy_mla.sparse_prefill`.
 
         Args:
             out: [T, world_size * h, 512] bfloat16 over this rank's rows, without the sink.
-            lse: [T, world_size * h] float32; infinite where a query token has no row here.
+            lse: [T, world_size * h] float32; infinite where a query token has no row on this rank.
             attn_sink: [h] float32 of this rank's heads.
 
         Returns:
@@ -185,7 +186,7 @@ class ContextParallel:
         return self._merge(sent, attn_sink)
 
     def _merge(self, sent: torch.Tensor, attn_sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give each rank the rows [heads, T, ROW] of its heads, and merge those that come back."""
+        """Send each rank the partial results of its heads, rows [heads, T, ROW], and merge those received."""
         got = torch.empty_like(sent)
         dist.all_to_all_single(got.view(torch.uint8), sent.view(torch.uint8), group=self.group)
         outs, lses = _parts(got.unflatten(0, (self.world_size, -1)))

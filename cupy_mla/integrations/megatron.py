@@ -1,10 +1,10 @@
 """Megatron-Core's sparse attention (DSA) on this package's kernels: what `dsa_kernel_backend` selects.
 
-`install` lets one of Megatron's two backends, "tilelang" or "cudnn", be this module. Its `run_fused_*` functions are
-the hooks that Megatron calls; each returns None where it does not serve a call, and Megatron goes on by itself.
+`install` puts this module in the place of one of Megatron's two backends, "tilelang" or "cudnn". Megatron calls the
+`run_fused_*` functions of the backend. A function returns None to decline a call, and Megatron's own code then runs.
 
-Rows are chosen as a server chooses them, by FP8 scores (`cupy_mla.select_rows`); attention, loss and gradients are of
-bfloat16. All bits are the same in every run.
+Rows are chosen by FP8 scores, as in serving (`cupy_mla.select_rows`); attention, loss and gradients take bfloat16.
+Results have the same bits in every run.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ HOOKS = (
     "run_fused_qk_topk_with_loss(config, q, k, weights, index_topk, starts, ends)",
     "run_fused_dsa_attention",
 )
-# What else a hook is told of how context parallelism lays out queries and keys. `starts` and `ends` say it all, unless
-# `use_local_indexer_varlen` says otherwise.
+# Arguments of the hooks that describe how context parallelism lays out queries and keys. A call that gives `starts` and
+# `ends` is served whatever they are: its ranges already say which rows a token sees.
 LAYOUT = {
     "block_size", "config", "cp_size", "local_packed_cp_query_len", "local_packed_cp_query_start",
     "local_packed_cp_rank", "packed_seq_params", "single_packed_thd_sequence", "varlen_is_plain_causal",
@@ -47,17 +47,18 @@ MOST_HEADS, MOST_INDEXER_HEADS, MOST_CHOSEN = 128, 64, 4096
 
 
 def install(replaces: str = "tilelang") -> None:
-    """Take the place of one of Megatron-Core's sparse attention backends, in this process.
+    """Replace one of Megatron-Core's sparse attention backends by this package, in this process.
 
-    Call it before Megatron's configuration is made, and set `dsa_kernel_backend` to the backend that is replaced. The
-    packages of that backend need not be there then.
+    Call it before Megatron's configuration is made, and set `dsa_kernel_backend` to the replaced backend. The packages
+    of that backend need not be installed.
 
     Args:
         replaces: "tilelang" or "cudnn".
 
     Raises:
         ValueError: `replaces` is another name.
-        RuntimeError: Megatron-Core is not installed, or lacks something of what is needed, which the message names.
+        RuntimeError: Megatron-Core is not installed, or lacks a name that this module relies on; the message says
+            which.
 
     Example:
         >>> from cupy_mla.integrations import megatron
@@ -72,7 +73,7 @@ def install(replaces: str = "tilelang") -> None:
 
 
 def needs(replaces: str) -> Needs:
-    """What `install` needs of Megatron-Core's sources."""
+    """The names and signatures in Megatron-Core's sources on which `install` relies."""
     return {KERNELS: ("_BACKEND_MODULE_NAME_BY_BACKEND", *HOOKS), "utils": (f"{_check_of(replaces)}()",)}
 
 
@@ -81,7 +82,7 @@ def _check_of(backend: str) -> str:
 
 
 def _nothing_is_missing() -> list[str]:
-    """What Megatron asks for the packages that a backend lacks."""
+    """Replaces Megatron's function that lists the packages which a backend needs and are not installed."""
     return []
 
 
@@ -96,7 +97,7 @@ def run_fused_absorbed_sparse_attention(
     v_channels: int,
     topk_length: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Attention over the rows of lists, as `cupy_mla.sparse_prefill`; it differentiates by itself.
+    """Attention over the rows of lists: `cupy_mla.sparse_prefill`, with its backward.
 
     Args:
         query: [sq, b, h, 576 or 512] bfloat16, up to 128 heads.
@@ -142,12 +143,12 @@ def run_fused_qk_topk(
         starts, ends: [sq] rows that a token sees: `starts <= row < ends`.
         use_relu: without relu the call is declined.
         use_local_indexer_varlen: keys in Megatron's order of packed sequences under context parallelism: declined.
-        others: `LAYOUT`; anything else that asks for something is declined.
+        others: those in `LAYOUT` change nothing. Any other that is neither None nor False is declined.
 
     Returns:
-        [b, sq, topk] int32, ascending, -1 behind the last; and None: lists have no lengths. Or None.
+        [b, sq, topk] int32, ascending, -1 behind the last, and None in place of the lists' lengths. Or None.
     """
-    if use_local_indexer_varlen or _asks(others) or not (use_relu and _can_choose(q, k, weights, index_topk)):
+    if use_local_indexer_varlen or _has_unknown(others) or not (use_relu and _can_choose(q, k, weights, index_topk)):
         return None
     return _choose(q, k, weights, index_topk, starts, ends).transpose(0, 1).contiguous(), None
 
@@ -171,13 +172,13 @@ def run_fused_qk_topk_with_loss(
     use_local_indexer_varlen: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, None, torch.Tensor] | None:
-    """`run_fused_qk_topk`, and the indexer's loss over the rows chosen, `cupy_mla.indexer_loss`.
+    """`run_fused_qk_topk`, and the indexer's loss over the chosen rows, `cupy_mla.indexer_loss`.
 
     Args:
-        q, k, weights, index_topk, starts, ends, use_relu, use_local_indexer_varlen, others: as there; the loss has
-            gradients of the first three.
-        query, key, softmax_scale: of the attention, see `run_fused_absorbed_sparse_attention`.
-        loss_coeff: a factor.
+        q, k, weights, index_topk, starts, ends, use_relu, use_local_indexer_varlen, others: as for
+            `run_fused_qk_topk`; the loss has gradients of the first three.
+        query, key, softmax_scale: the attention's, as for `run_fused_absorbed_sparse_attention`.
+        loss_coeff: factor on the loss.
         pg_collection: its group `tp` shares the heads of query.
         query_valid_rows: [sq] or [b, sq] bool, tokens that count; None: all.
         calculate_per_token_loss: leave out the division by the number of tokens that count.
@@ -230,19 +231,19 @@ def run_fused_dsa_attention(
     pg_collection: Any = None,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Indexer, attention and the indexer's loss in one: the loss takes the lse of the attention itself.
+    """Indexer, attention and the indexer's loss in one call, so that the loss takes the lse of this attention.
 
     Args:
         query, key, softmax_scale: as for `run_fused_absorbed_sparse_attention`.
         value, absorbed_mla: None and True, or the call is declined.
         up_v_weight: [h, v, 512] of the projection behind attention.
         q_indexer, k_indexer, indexer_weights, indexer_topk, use_relu: as for `run_fused_qk_topk`.
-        loss_coeff: a factor; 0, or where gradients are off: no loss.
-        sparse_loss: over the rows chosen, else over all that a token sees (the warm-up: `warmup_loss`).
+        loss_coeff: factor on the loss. The loss is not computed where this is 0 or gradients are off.
+        sparse_loss: True: the loss is over the chosen rows. False: over all rows that a token sees (`warmup_loss`).
         calculate_per_token_loss, query_valid_rows, pg_collection: as for `run_fused_qk_topk_with_loss`.
         attn_mask_type: causal, or the call is declined.
-        varlen_starts, varlen_ends: [sq] rows that a token sees; None: those up to its own.
-        key_positions: rows that stand in another order: declined.
+        varlen_starts, varlen_ends: [sq]; a token sees rows `starts <= row < ends`. None: rows up to its own.
+        key_positions: an order of the rows; None, or the call is declined.
         use_local_indexer_varlen, others: as for `run_fused_qk_topk`.
 
     Returns:
@@ -252,7 +253,7 @@ def run_fused_dsa_attention(
         return None
     if getattr(attn_mask_type, "name", None) != "causal":
         return None
-    if use_local_indexer_varlen or _asks(others) or not _can_attend(query, key, up_v_weight.shape[-1]):
+    if use_local_indexer_varlen or _has_unknown(others) or not _can_attend(query, key, up_v_weight.shape[-1]):
         return None
     if not (use_relu and _can_choose(q_indexer, k_indexer, indexer_weights, indexer_topk)):
         return None
@@ -281,13 +282,13 @@ def run_fused_dsa_attention(
     return torch.einsum("sbhc,hvc->sbhv", out, up_v_weight).flatten(2), loss
 
 
-# --- what they are made of ------------------------------------------------------------------------------------
-# Tokens and rows stand as Megatron has them, [s, b, ...], and are flattened as they are: row j of batch element e is
-# row `j * b + e`. Where a token sees a range of rows, these stand together: row `e * sk + j`.
+# --- steps of the hooks ---------------------------------------------------------------------------------------
+# Megatron's tensors are [s, b, ...]. Attention over lists takes them flattened in this order: row j of batch element e
+# is row `j * b + e`. Functions that take ranges need the rows of a batch element side by side: row `e * sk + j`.
 
 
-def _asks(others: dict[str, Any]) -> bool:
-    """Whether a call asks for what a newer Megatron knows, and this module does not."""
+def _has_unknown(others: dict[str, Any]) -> bool:
+    """Whether a newer Megatron passes an argument that this module does not know."""
     return any(value is not None and value is not False for name, value in others.items() if name not in LAYOUT)
 
 
@@ -311,7 +312,7 @@ def _can_choose(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk: i
 def _choose(
     q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk: int, starts: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    """[sq, b, topk] int32 rows of a token's batch element, ascending, -1 behind the last."""
+    """Lists [sq, b, topk] int32 of rows within the token's batch element, ascending, -1 behind the last."""
     (sk, b), ranges = k.shape[:2], _ranges(starts, ends, k)
     rows = chosen_rows(q.flatten(0, 1), _by_element(k), weights.flatten(0, 1).float(), *ranges, min(topk, sk))
     first = sk * torch.arange(b, dtype=torch.int32, device=k.device)
@@ -320,7 +321,7 @@ def _choose(
 
 
 def _ranges(starts: torch.Tensor, ends: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[sq * b] int32 ranges among the rows of all batch elements, for keys [sk, b, ...]."""
+    """starts and ends, [sq * b] int32 each, among the rows `e * sk + j` of all batch elements; keys: [sk, b, ...]."""
     sk, b = keys.shape[:2]
     first = sk * torch.arange(b, dtype=torch.int32, device=keys.device)
     low, high = ((x.clamp(0, sk).int()[:, None] + first).flatten() for x in (starts, ends))
@@ -328,12 +329,12 @@ def _ranges(starts: torch.Tensor, ends: torch.Tensor, keys: torch.Tensor) -> tup
 
 
 def _by_element(rows: torch.Tensor) -> torch.Tensor:
-    """[sk, b, ...] as [b * sk, ...]."""
+    """[sk, b, ...] as [b * sk, ...]: row j of batch element e becomes row `e * sk + j`."""
     return rows.transpose(0, 1).flatten(0, 1).contiguous()
 
 
 def _flat_lists(chosen: torch.Tensor) -> torch.Tensor:
-    """Lists [sq, b, topk] of rows of a batch element, as lists [sq * b, 1, topk] of rows of all."""
+    """Lists [sq, b, topk] of rows j of a batch element e, as lists [sq * b, 1, topk] of rows `j * b + e`."""
     b = chosen.shape[1]
     element = torch.arange(b, dtype=torch.int32, device=chosen.device)[:, None]
     chosen = chosen.int()
@@ -351,8 +352,10 @@ def _attend(
 def _settings(
     valid: torch.Tensor | None, q: torch.Tensor, coeff: float, per_token: bool
 ) -> tuple[dict[str, Any], torch.Tensor | int]:
-    """Settings of the loss, which leave out a division, and by what it is divided: all tokens that are not padding
-    count, also those that see no row."""
+    """Settings of the loss, and the divisor that the caller applies to it.
+
+    `cupy_mla.indexer_loss` would divide by the tokens that count and see a row. Megatron divides by all tokens that are
+    no padding. So the settings leave that division out (`per_token`)."""
     sq, b = q.shape[:2]
     if valid is None:
         coeff /= 1 if per_token else sq * b
@@ -363,6 +366,6 @@ def _settings(
 
 
 def _shared(groups: Any) -> Any:
-    """The group that shares the heads, None where there is one rank."""
+    """The process group that shares the heads; None for a single rank."""
     tp = getattr(groups, "tp", None)
     return tp if tp is not None and tp.size() > 1 else None

@@ -1,9 +1,9 @@
 """SGLang's FlashMLA attention paths on this package's kernels, for models of the DeepSeek-V3.2 kind.
 
 SGLang calls `register` in each of its processes: setup.cfg names it in the entry-point group `sglang.srt.plugins`.
-`CUPY_MLA_SGLANG=override` makes it take the place of the attention behind `flashmla_sparse` and `flashmla_kv`, which
-`--dsa-prefill-backend` and `--dsa-decode-backend` select; unset, or with `off`, nothing happens. A SGLang that lacks
-something it needs is left alone, with one warning that names what is missing.
+With `CUPY_MLA_SGLANG=override` this package replaces the attention of `flashmla_sparse` and `flashmla_kv`, which
+`--dsa-prefill-backend` and `--dsa-decode-backend` select. Unset, or with `off`, nothing changes. Neither does anything
+in an SGLang that lacks a name on which this module relies: one warning then says what is missing.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ NEEDS: Needs = {
         "DeepseekSparseAttnBackend.qk_rope_head_dim",
     ),
 }
-# What SGLang's options call the paths that are replaced, or may be.
+# Values of SGLang's options that always or sometimes lead to a replaced path.
 REPLACED = ("flashmla_sparse", "flashmla_kv", "flashmla_auto")
-# Query tokens of the largest calls that are warmed up; no choice of a kernel depends on how many more there are.
+# Query tokens of the largest calls that are warmed up. Larger calls run the same kernels.
 MOST_TOKENS = 2048
-# Values of a cache row that the decode kernels read: bf16 with RoPE and without, and FP8 in bytes.
+# `kv_cache_dim` of the caches that the decode kernels read: bf16 with and without RoPE, and FP8, whose values are
+# bytes.
 ROWS = (BF16_576.d_qk, BF16_512.d_qk, V32_FP8.token_bytes)
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Hook our attention into the SGLang of this process, as `CUPY_MLA_SGLANG` says.
+    """Replace the attention of this process's SGLang, if `CUPY_MLA_SGLANG` says so.
 
     Raises:
-        ValueError: `CUPY_MLA_SGLANG` has a value that is none of its own.
+        ValueError: `CUPY_MLA_SGLANG` is neither "off" nor "override".
     """
     mode = os.environ.get("CUPY_MLA_SGLANG") or "off"
     require_choice("CUPY_MLA_SGLANG", mode, MODES)
@@ -78,9 +79,9 @@ def register() -> None:
 
 
 def warm_up(made: None, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Make the kernels of a backend's layers ready, before graphs are captured. SGLang calls this when it has made one.
+    """Compile and load the kernels of a backend's layers before graphs are captured. SGLang calls it after `__init__`.
 
-    Nothing happens where no option selects a path that is replaced.
+    Nothing is compiled if no option selects a replaced path.
     """
     if self.dsa_prefill_impl not in REPLACED and self.dsa_decode_impl not in REPLACED:
         return
@@ -103,8 +104,8 @@ def forward_flashmla_sparse(
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention over bf16 rows, of any number of heads, none padded: [T, h, 512]."""
-    if topk_length is not None and len(topk_length) != len(q_all):  # of a batch that was padded: entries are -1 there
+    """Attention [T, h, 512] over bf16 rows. Unlike SGLang's path, it takes any number of heads without padding."""
+    if topk_length is not None and len(topk_length) != len(q_all):  # the batch is padded; unused entries are -1
         topk_length = None
     rows = kv_cache.view(-1, 1, kv_cache.shape[-1])
     out, _, _ = sparse_prefill(
@@ -124,7 +125,7 @@ def forward_flashmla_kv(
     metadata: Any,
     page_table_1: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention over the paged cache as it is, FP8 or bf16: [T, 1, h, 512]. Caches of other rows are SGLang's."""
+    """Attention [T, 1, h, 512] over the paged cache, FP8 or bf16. For a cache of other rows SGLang's own code runs."""
     if self.kv_cache_dim not in ROWS:
         return original(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)
     q = q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim)

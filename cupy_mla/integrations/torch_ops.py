@@ -1,14 +1,17 @@
 """The operations as torch custom ops, `torch.ops.cupy_mla.*`, for torch.compile, torch.export and CUDA-graph trees.
 
-Nobody has to call these: inside a function under torch.compile the public functions turn into them by themselves, and
-so do those of `cupy_mla.flash_mla`. Import this module to find them in `torch.ops` before.
+Under torch.compile the public functions call these custom ops by themselves, and so do those of `cupy_mla.flash_mla`.
+Import this module only to use `torch.ops.cupy_mla` directly.
 
-An operation that allocates its results is there twice: `torch.ops.cupy_mla.sparse_decode(q, ...)` returns new tensors,
-`sparse_decode_out(out, q, ...)` writes those that the public function takes and returns the others. Operations that
-write into caches and workspaces declare it and return nothing. CPU tensors go to the NumPy reference. `sparse_prefill`
-has a backward, the custom op `sparse_prefill_backward`; that of `indexer_loss` and `dense_indexer_loss` multiplies the
-gradients that they return; asking another operation for one is an error. A result that a call leaves out, as `d_sink`
-without sinks, is an empty tensor of the custom op, and None of the function.
+An operation that allocates its results has two custom ops: `torch.ops.cupy_mla.sparse_decode(q, ...)` returns new
+tensors; `sparse_decode_out(out, q, ...)` writes the results that the public function accepts as arguments, and returns
+the others. Operations that write into caches and workspaces declare what they mutate and return nothing. CPU tensors
+are computed by the NumPy reference.
+
+Three operations have a backward. That of `sparse_prefill` is the custom op `sparse_prefill_backward`; that of
+`indexer_loss` and `dense_indexer_loss` scales the gradients which their forward has returned. The backward of any other
+operation is an error. A custom op must return a tensor for each result: where a call has no such result,
+as `d_sink` without sinks, the custom op returns an empty tensor, and the public function None.
 
 Schemas and results follow from the table of operations (`cupy_mla.ops.table`) and the functions' signatures.
 """
@@ -29,16 +32,16 @@ from ..flash_mla import layout_of, require_sparse
 from ..ops import absorb
 from ..ops.table import OPERATIONS, TABLE, Operation
 
-# What the name of a custom op ends with, where the setting that adds a result is true.
+# A schema's number of results is fixed, so a setting that adds a result has custom ops of its own, with this suffix.
 SUFFIXES = {"return_valid_counts": "_and_count"}
 
 
 class TorchOperation:
-    """One operation in terms of its custom ops, which it registers. A call takes what the public function takes.
+    """Registers the custom ops of one operation. Calling it calls them with the public function's arguments.
 
     Args:
         operation: its row of the table.
-        setting: a bool setting that adds a result, true in every call; "": all such settings are false.
+        setting: the bool setting that is true in every call and adds a result; "": all such settings are false.
     """
 
     def __init__(self, operation: Operation, setting: str = "") -> None:
@@ -90,13 +93,13 @@ class TorchOperation:
         )
 
     def _make(self, result: str, arguments: dict[str, Any]) -> torch.Tensor:
-        """One of the results, uninitialised, where the arguments lie; empty where the operation leaves it out."""
+        """A new, uninitialised result on the arguments' device; an empty one where this call has no such result."""
         of = self._results[result]
         shape = of.shape(**arguments) if of.is_there(arguments) else (0,)
         return arguments[self._like].new_empty(shape, dtype=getattr(torch, of.dtype_in(arguments).name))
 
     def _register(self, name: str, given: tuple[str, ...]) -> Callable[..., Any]:
-        """The custom op that takes the given results and allocates the others."""
+        """Register the custom op that writes the results named in `given` and allocates the others."""
         parameters = (*given, *self._parameters)
         made = [result for result in self._results if result not in given]
 
@@ -124,7 +127,7 @@ class TorchOperation:
         return getattr(torch.ops.cupy_mla, name)
 
     def _schema(self, given: tuple[str, ...], made: int) -> str:
-        """The schema of the custom op that takes the given results and allocates so many."""
+        """Schema of the custom op that writes the results named in `given` and returns `made` new ones."""
         arguments = [f"Tensor(out{i}!) {result}" for i, result in enumerate(given)]
         letters = iter("abcdefgh")
         for name in self._parameters:
@@ -172,10 +175,10 @@ def _save_prefill(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) ->
 
 
 def _sparse_prefill_backward(ctx: Any, dout: Any, _: Any, d_lse: Any) -> tuple[Any, ...]:
-    """Gradients of the arguments of `sparse_prefill`; None for those that have none. A gradient that does not arrive is
-    zero."""
+    """Gradients of the arguments of `sparse_prefill`, None for arguments without one. An incoming gradient that is None
+    counts as zero."""
     q, kv, indices, attn_sink, topk_length, out, lse = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout.contiguous()  # one may be a number, expanded
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()  # that of a sum is an expanded number
     d_lse = None if d_lse is None else d_lse.contiguous()
     dq, dkv, d_sink = _NAMED["sparse_prefill_backward"](
         q, kv, indices, out, lse, dout, ctx.sm_scale, attn_sink=attn_sink, topk_length=topk_length, d_lse=d_lse
@@ -187,7 +190,7 @@ _GRADIENTS = [*OPERATIONS["indexer_loss"].parameters].index("gradients")  # and 
 
 
 def _save_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Keep the gradients of `indexer_loss` or `dense_indexer_loss`, which came with it."""
+    """Keep the gradients that `indexer_loss` or `dense_indexer_loss` has returned beside the loss."""
     ctx.gradients, ctx.others = inputs[_GRADIENTS], len(inputs) - 3
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
@@ -202,7 +205,7 @@ def _loss_backward(ctx: Any, d_loss: Any, *_: Any) -> tuple[Any, ...]:
     return dq.bfloat16(), dk.bfloat16(), dw, *(None,) * ctx.others
 
 
-# Of the custom ops that have one: it, and what keeps what it needs.
+# Custom op: its backward, and the function that saves what this backward needs.
 BACKWARDS = {
     "sparse_prefill": (_sparse_prefill_backward, _save_prefill),
     "indexer_loss": (_loss_backward, _save_loss),
@@ -211,7 +214,7 @@ BACKWARDS = {
 
 
 def _traced(operation: Operation) -> Callable[..., Any]:
-    """What calls the operation's custom ops."""
+    """The function that torch.compile traces in place of the operation. It calls the operation's custom ops."""
     plain = TorchOperation(operation)
     settings = {result.setting for result in operation.results if result.setting}
     if not settings:
@@ -231,7 +234,8 @@ _NAMED = {operation.name: _traced(operation) for operation in TABLE}
 
 
 def _with_kvcache(q: Any, k_cache: Any, indices: Any, plan: Any, settings: tuple[Any, ...], **others: Any) -> Any:
-    """As in `cupy_mla.flash_mla`. A given schedule is followed; none is made: each run of a graph chooses splits."""
+    """As in `cupy_mla.flash_mla`, but no plan is made: each run of the graph chooses its splits. `num_splits` is
+    followed."""
     head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, planned, num_splits, kv_format = settings
     require_sparse(head_dim_v, causal)
     _require_kind(k_cache, is_fp8_kvcache)
@@ -251,7 +255,7 @@ def _dense_with_kvcache(
     settings: tuple[Any, ...],
     **others: Any,
 ) -> Any:
-    """As in `cupy_mla.flash_mla`. A given schedule is followed; none is made."""
+    """As in `cupy_mla.flash_mla`, but no plan is made. `num_splits` is followed."""
     head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, planned, num_splits, kv_format = settings
     require_d_v("head_dim_v", head_dim_v)
     _require_kind(k_cache, is_fp8_kvcache)

@@ -1,8 +1,8 @@
-"""Training with torch: the loss from which the indexer learns, of what the attention of a layer has at hand.
+"""Training with torch: the indexer's loss, computed from the tensors that the attention of a layer has.
 
-Source: DeepSeek-V3.2 (DeepSeek Sparse Attention, section 2.1). The indexer learns from this loss alone, and nothing
-else does: tensors of the attention are detached here. So that the indexer's loss changes nothing but the indexer,
-detach what it is made of, too, the hidden states before its projections.
+Source: DeepSeek-V3.2 (DeepSeek Sparse Attention, section 2.1). The indexer learns from this loss alone, and the loss
+trains the indexer alone. The functions here detach the attention's tensors. The caller detaches the hidden states that
+enter the indexer's projections, or the loss would reach the layers before.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..typing import ScaleFormat
 
 __all__ = ["SparseMLATraining", "attach_loss", "sparse_indexer_loss", "warmup_loss"]
 
-TARGET_BYTES = 256 << 20  # of the target of a part of the tokens
-BLOCK_SIZE = 64  # tokens of a block of the cache through which keys are quantized
+TARGET_BYTES = 256 << 20  # most memory of the attention target that `warmup_loss` holds at a time
+BLOCK_SIZE = 64  # tokens per block of the temporary cache in which keys are quantized
 
 
 def sparse_indexer_loss(
@@ -36,13 +36,15 @@ def sparse_indexer_loss(
     group: Any = None,
     **settings: Any,
 ) -> torch.Tensor:
-    """The indexer's loss over the rows that attention was given, `cupy_mla.indexer_loss` of its `attention_target`.
+    """The indexer's loss over the rows of the attention's lists: `cupy_mla.indexer_loss` of
+    `cupy_mla.attention_target`.
 
     Args:
-        q_index, k_index, w: of the indexer; these have gradients.
-        q, kv, indices, sm_scale, topk_length: what `cupy_mla.sparse_prefill` took.
-        lse: what it returned.
-        group: process group of GPUs that share the heads of q; lists must be the same on all, in one order.
+        q_index, k_index, w: the indexer's queries, keys and weights, as `cupy_mla.indexer_loss` takes them; the loss
+            has gradients of these alone.
+        q, kv, indices, sm_scale, topk_length: the arguments of `cupy_mla.sparse_prefill`.
+        lse: its result.
+        group: process group of GPUs that share the heads of q. Lists must be the same on all, in the same order.
         settings: `loss_coeff`, `counted`, `per_token`, `relu`, `quantized`, `scale_format`, `gradients`,
             `max_workspace_bytes` of `cupy_mla.indexer_loss`.
 
@@ -78,17 +80,19 @@ def warmup_loss(
     target_bytes: int = TARGET_BYTES,
     group: Any = None,
 ) -> torch.Tensor:
-    """The indexer's loss in its warm-up, beside dense attention: `cupy_mla.dense_indexer_loss` of
-    `cupy_mla.dense_attention_target`, some tokens at a time, so that no array has a number for every token and row.
+    """The indexer's loss in the warm-up stage, where attention is dense: `cupy_mla.dense_indexer_loss` of
+    `cupy_mla.dense_attention_target`. It goes over the tokens in parts, so that no array is as large as tokens x rows.
 
     Args:
-        q_index, k_index, w: of the indexer; these have gradients.
+        q_index, k_index, w: the indexer's queries, keys and weights, as `cupy_mla.dense_indexer_loss` takes them; the
+            loss has gradients of these alone.
         q: [T, h_q, d_qk] bfloat16, and kv [N, 1, d_qk] bfloat16: queries and rows of the attention, weights absorbed.
         sm_scale: factor on dot products.
-        starts, ends: [T] int32 rows that a token looks at; in a sequence from row `a` on, `a` and its own row + 1.
-        lse: [T, h_q] float32, of the dense attention; made here where it is not given.
+        starts, ends: [T] int32; a token attends to rows `starts <= row < ends`. For causal attention in a sequence
+            whose first row is `a`, these are `a` and the token's own row + 1.
+        lse: [T, h_q] float32 of the dense attention; None: computed here.
         counted, loss_coeff, per_token, relu, quantized, scale_format: as in `cupy_mla.indexer_loss`.
-        target_bytes: most memory of the target of some tokens, of one token at least.
+        target_bytes: most memory of the target of one part of the tokens; a part has one token at least.
         group: process group of GPUs that share the heads of q.
 
     Returns:
@@ -119,7 +123,7 @@ def warmup_loss(
 
 
 class _Learned(torch.autograd.Function):
-    """A loss whose gradients are known, but for a factor."""
+    """A loss whose gradients are already computed, up to a factor."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, factor: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -136,15 +140,16 @@ class _Learned(torch.autograd.Function):
 
 
 def attach_loss(out: torch.Tensor, loss: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
-    """Let a loss take part in whatever backward goes through `out`, as a layer's own loss that nobody passes on.
+    """Attach a loss to `out`: a backward through `out` then runs the loss's backward, too. A layer trains on a loss of
+    its own so, without returning it.
 
     Args:
-        out: a result of the layer, which must be used.
-        loss: whose gradient is `scale` then, whatever arrives for out.
-        scale: of a gradient scaler, say.
+        out: a result of the layer.
+        loss: the loss to attach. Its gradient is `scale`, whatever the gradient of `out` is.
+        scale: for example the factor of a gradient scaler.
 
     Returns:
-        out, to be used in its place.
+        out. Use this tensor and not the argument: only its backward reaches the loss.
 
     Example:
         >>> out = attach_loss(out, sparse_indexer_loss(q_index, k_index, w, q, kv, indices, lse, sm_scale))
@@ -153,7 +158,7 @@ def attach_loss(out: torch.Tensor, loss: torch.Tensor, scale: float | torch.Tens
 
 
 class _Attached(torch.autograd.Function):
-    """The identity of its first argument; its second one has a gradient of its own."""
+    """Returns its first argument. The gradient of its second does not depend on that of the result."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, loss: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
@@ -169,19 +174,19 @@ class _Attached(torch.autograd.Function):
 class SparseMLATraining(torch.nn.Module):
     """Sparse attention of a layer and its indexer, in training; it has no weights.
 
-    An indexer chooses rows, `choose`, as a server chooses them, by FP8 scores; attention is `cupy_mla.sparse_prefill`
-    over these rows, and the indexer's loss `sparse_indexer_loss`. All of it works under
-    `torch.compile(fullgraph=True)` and with activation checkpointing, to the same bits.
+    The indexer chooses rows by FP8 scores, as in serving (`choose`). Attention over these rows is
+    `cupy_mla.sparse_prefill`, and the indexer's loss is `sparse_indexer_loss`. Under `torch.compile(fullgraph=True)`
+    and with activation checkpointing, results have the same bits.
 
     Args:
         sm_scale: factor on dot products of the attention.
         topk: rows that are chosen for a token, up to 4096.
-        attach: the loss comes with `out`, whose backward gives it this gradient (`attach_loss`), a number or a tensor.
-            None: the caller makes the loss part of his own.
-        group: process group of GPUs that share the heads of q; all choose the same rows.
+        attach: a number or a tensor: the loss is attached to `out` and has this gradient (`attach_loss`). None: the
+            caller adds the returned loss to the model's loss.
+        group: process group of GPUs that share the heads of q; all of them choose the same rows.
         settings: `loss_coeff`, `per_token`, `relu`, `quantized`, `scale_format`, `max_workspace_bytes` of
-            `cupy_mla.indexer_loss`. Rows are chosen by this `scale_format`, too, whether the loss is `quantized` or
-            not.
+            `cupy_mla.indexer_loss`. `scale_format` is also that of the FP8 scores by which rows are chosen, whether
+            or not the loss is `quantized`.
 
     Example:
         >>> layer = SparseMLATraining(192**-0.5, topk=2048, quantized=True, attach=1.0)
@@ -219,20 +224,22 @@ class SparseMLATraining(torch.nn.Module):
         attn_sink: torch.Tensor | None = None,
         counted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend, and say how far the indexer is from where attention looks.
+        """Attention over the chosen rows, and the indexer's loss.
 
         Args:
-            q_index: [T, H, 128] bfloat16, k_index [N, 128] bfloat16, w [T, H] float32 with all factors: of the indexer.
-                They learn from the loss alone. Detach what they are made of, so that nothing else learns from it.
-            q: [T, h_q, d_qk] bfloat16, and kv [N, 1, d_qk] bfloat16: queries, weights absorbed, and rows.
-            ranges: starts and ends [T] int32 of the rows that a token sees, among which its rows are chosen.
-            indices: [T, 1, topk] int32, lists in their place.
-            topk_length: [T] int32 lengths of these.
+            q_index: [T, H, 128] bfloat16, k_index [N, 128] bfloat16 and w [T, H] float32 with all factors: the
+                indexer's queries, keys and weights. The loss has gradients of these; detach the hidden states that they
+                come from.
+            q: [T, h_q, d_qk] bfloat16, and kv [N, 1, d_qk] bfloat16: queries with weights absorbed, and rows.
+            ranges: starts and ends, [T] int32 each: a token's rows are chosen among `starts <= row < ends`.
+            indices: [T, 1, topk] int32 lists, instead of `ranges`.
+            topk_length: [T] int32 lengths of the lists.
             attn_sink: [h_q] float32; the loss leaves sinks out.
             counted: [T] bool, tokens that count in the loss.
 
         Returns:
-            out [T, h_q, 512] bfloat16, and the loss, float32 of shape []; detached where it is attached to `out`.
+            out [T, h_q, 512] bfloat16, and the loss, float32 of shape []. A loss that is attached to `out` is returned
+            detached.
 
         Raises:
             ValueError: neither or both of ranges and indices are given; or as the operations raise it.
@@ -250,7 +257,10 @@ class SparseMLATraining(torch.nn.Module):
     def choose(
         self, q_index: torch.Tensor, k_index: torch.Tensor, w: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
-        """Lists [T, 1, min(topk, N)] int32, ascending, -1 behind the last row; of `forward`'s arguments.
+        """The lists of rows that the indexer chooses, from the arguments of `forward`.
+
+        Returns:
+            [T, 1, min(topk, N)] int32 rows, ascending, -1 behind the last.
 
         Raises:
             ValueError: the indexer has no relu.
@@ -273,7 +283,7 @@ def with_loss(
     *attention: Any,
     **settings: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention's result, to which the indexer's loss is attached where it learns, and the loss, detached.
+    """out with the indexer's loss attached, if the indexer has gradients, and the detached loss.
 
     Args:
         out, scale: as `attach_loss` takes them.
@@ -294,11 +304,11 @@ def chosen_rows(
     k: int,
     scale_format: ScaleFormat = "fp32",
 ) -> torch.Tensor:
-    """The k rows from `starts` up to `ends` that an indexer chooses for each token, by FP8 scores as a server does it.
+    """The k rows that the indexer chooses for each token among `starts <= row < ends`, by FP8 scores as in serving.
 
     Args:
-        q_index, k_index, w, starts, ends: as `warmup_loss` takes them; w may lack factors that all heads have.
-        k: up to 4096.
+        q_index, k_index, w, starts, ends: as `warmup_loss` takes them; w may lack factors that all heads share.
+        k: rows per token, up to 4096.
         scale_format: of queries and keys.
 
     Returns:
@@ -311,8 +321,8 @@ def chosen_rows(
 
 
 def quantized_queries(q: torch.Tensor, weights: torch.Tensor, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_indexer_q` of q [T, H, 128] and weights [T, H]. Where H is no multiple of 8, heads of weight zero are
-    added: they change logits by a factor that is the same for all."""
+    """`quantize_indexer_q` of q [T, H, 128] and weights [T, H]. The kernels need a multiple of 8 heads: heads of weight
+    zero are added up to it. They change all logits by the same factor, which changes no choice of rows."""
     missing = -q.shape[1] % 8
     if missing:
         q, weights = (torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 2), 0, missing)) for x in (q, weights))
@@ -321,7 +331,7 @@ def quantized_queries(q: torch.Tensor, weights: torch.Tensor, **more: Any) -> tu
 
 @torch.no_grad()
 def quantized_keys(keys: torch.Tensor, scale_format: ScaleFormat = "fp32") -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [N, 128] bfloat16 as a server has them in its cache: e4m3 bytes [N, 128] uint8 and scales [N] float32."""
+    """Keys [N, 128] bfloat16, quantized as in a server's cache: e4m3 bytes [N, 128] uint8 and scales [N] float32."""
     blocks = -(-len(keys) // BLOCK_SIZE)
     cache = keys.new_empty((blocks, BLOCK_SIZE, INDEXER_FP8.token_bytes), dtype=torch.uint8)
     cupy_mla.indexer_k_quant_and_cache(keys, cache, torch.arange(len(keys), device=keys.device), scale_format)

@@ -9,12 +9,13 @@
 
 For `DeepseekV32ForCausalLM` and `GlmMoeDsaForCausalLM` (GLM-5); for `DeepseekV4ForCausalLM` with a `PagedV4Cache`.
 
-transformers' own attention expands every cached row into a key and a value a head and masks what the indexer did not
-choose; its indexer scores all keys in float32. Here the weights are absorbed, the cache holds one latent row a token in
-blocks, and only the chosen rows are read. The indexer's keys are e4m3 in blocks of their own (layout INDEXER_FP8), and
-what they choose are positions in the request. Layers of GLM-5 that the config calls "shared" take the rows of the layer
-before them. Without a cache, as in training, rows are those of the pass, in bfloat16, and all of it differentiates
-(`transformers_training`). Projections, norms and RoPE stay the model's own.
+transformers' own attention expands every cached row into a key and a value per head, and masks the rows that the
+indexer did not choose; its indexer scores all keys in float32. Here the weights are absorbed, a paged cache holds one
+latent row per token, and only the chosen rows are read. The indexer's keys are e4m3 in a paged cache of their own
+(layout INDEXER_FP8), and the indexer returns positions in the request. Layers of GLM-5 that the config calls "shared"
+use the rows chosen in the layer before them. Without a cache, as in training, attention is over the bfloat16 rows of
+the forward pass, and everything has gradients (`transformers_training`). The model computes
+projections, norms and RoPE itself.
 
 Written against transformers 5.17 and 5.18.
 """
@@ -67,9 +68,9 @@ class _Step:
     """The n new tokens of each of R requests in one forward pass.
 
     Attributes:
-        slots: [R * n] int64 where they are written, -1 for padding.
-        request: [R * n] int32.
-        positions: [R, n] int64 their places in the request, padding not counted.
+        slots: [R * n] int64 cache slots of the new tokens, -1 for padding.
+        request: [R * n] int32 request of each token.
+        positions: [R, n] int64 their positions in the request, padding not counted.
         seen: [R, n] int32 tokens that each sees, itself included; 0 for padding.
         starts: [R + 1] int32 running sum of the requests' lengths.
     """
@@ -82,13 +83,13 @@ class _Step:
 
 
 class PagedTokens:
-    """Where the tokens of R requests lie in paged caches: one for all layers. Padding takes no place.
+    """Where the tokens of R requests lie in the paged caches. All layers share one object. Padding gets no slot.
 
     Attributes:
-        block_table: [R, M] int32.
-        block_size: tokens a block.
-        length: tokens that every request was given so far, padding included.
-        step: of the forward pass at hand.
+        block_table: [R, M] int32 blocks of each request.
+        block_size: tokens per block.
+        length: number of tokens that each request has so far, padding included.
+        step: the new tokens of the current forward pass.
     """
 
     def __init__(self, block_table: torch.Tensor, block_size: int) -> None:
@@ -100,11 +101,11 @@ class PagedTokens:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a request's blocks have room for."""
+        """Number of tokens that a request's blocks hold."""
         return self.block_table.shape[1] * self.block_size
 
     def advance(self, mask: torch.Tensor, new: int) -> None:
-        """Find room for the next `new` tokens of every request.
+        """Assign slots to the next `new` tokens of every request: a new forward pass begins.
 
         Args:
             mask: [R or 1, 1, new, all] bool, or float of 0 and less: the causal mask of this pass, whose last row says
@@ -139,7 +140,7 @@ class PagedTokens:
 
     @property
     def current(self) -> _Step:
-        """The step of the forward pass at hand."""
+        """The step of the current forward pass."""
         if self.step is None:
             raise RuntimeError("no forward pass has reached the first layer yet")
         return self.step
@@ -151,7 +152,7 @@ class PagedTokens:
 
 
 class PagedLatentLayer(DynamicIndexedLayer):
-    """One layer's share of a `PagedLatentCache`.
+    """The caches of one layer in a `PagedLatentCache`.
 
     Attributes:
         kv_cache: [num_blocks, block_size, 1, 576] bfloat16 or [num_blocks, block_size, 1, 656] uint8.
@@ -184,11 +185,11 @@ class PagedLatentLayer(DynamicIndexedLayer):
         return self.indexer_cache
 
     def choose(self, q8: torch.Tensor, w: torch.Tensor, topk: int) -> torch.Tensor:
-        """Rows that this step's query tokens attend to, by the keys in the cache.
+        """The rows that each query token of this step attends to, chosen by the keys in the cache.
 
         Args:
             q8: [R * n, H, 128] float8_e4m3fn. w: [R * n, H] float32. Both from `quantize_indexer_q`.
-            topk: rows chosen for each.
+            topk: rows chosen per token.
 
         Returns:
             [R, n, k] int32 positions in the request, padding not counted, ascending, -1 behind the last; k is `topk`,
@@ -227,13 +228,13 @@ class PagedLatentLayer(DynamicIndexedLayer):
 
 
 class PagedLatentCache(Cache):
-    """A model's paged latent cache, one `PagedLatentLayer` a layer, for `past_key_values`.
+    """A model's paged latent cache, for `past_key_values`: a `PagedLatentLayer` per layer.
 
     Args:
         config: the model's configuration.
         block_table: [R, M] integers, the blocks of each request in order, on the model's device.
-        num_blocks: blocks the cache has; default: one more than the largest in `block_table`.
-        block_size: tokens a block.
+        num_blocks: number of blocks of the cache; default: one more than the largest in `block_table`.
+        block_size: tokens per block.
         layout: "bf16" or "v32_fp8".
     """
 
@@ -255,7 +256,7 @@ class PagedLatentCache(Cache):
                 PagedLatentLayer(layouts.by_name(layout, d_qk), self.tokens, blocks, kind == "full") for kind in kinds
             ]
         )
-        self.schedule: FlashMLASchedMeta = get_mla_metadata()[0]  # of a step's layers
+        self.schedule: FlashMLASchedMeta = get_mla_metadata()[0]  # all layers of a step share it
 
 
 @contextmanager
@@ -264,30 +265,29 @@ def sparse_attention(
 ) -> Iterator[torch.nn.Module]:
     """While the context lasts, every attention layer of a model and its indexer run on this package.
 
-    With a cache, for inference: weights in bfloat16, no gradients, and `past_key_values` at every call, a
-    `PagedLatentCache` for `DeepseekV32ForCausalLM` and `GlmMoeDsaForCausalLM`, a `PagedV4Cache` for
-    `DeepseekV4ForCausalLM`. Without one (`use_cache=False`), for training and to evaluate: everything differentiates;
-    weights may be float32, attention itself is of bfloat16.
+    With a cache, for inference: weights are bfloat16, there are no gradients, and every call passes `past_key_values`:
+    a `PagedLatentCache` for `DeepseekV32ForCausalLM` and `GlmMoeDsaForCausalLM`, a `PagedV4Cache` for
+    `DeepseekV4ForCausalLM`. Without a cache (`use_cache=False`), for training and evaluation: everything has gradients;
+    weights may be float32, but attention is computed in bfloat16.
 
-    Tokens see all tokens of their request up to themselves; padding is left out, of which a `PagedV4Cache` allows none.
-    Without a cache V4's padding may stand behind the tokens, and sequences of the other models may be packed into a
-    request: `position_ids` that start over. Other masks are an error under `cupy_mla.set_checks`.
+    A token sees all tokens of its request up to itself, except padding. With a `PagedV4Cache` there must be no padding.
+    Without a cache V4's padding may stand behind the tokens, and for the other models several sequences may be packed
+    into a request, whose `position_ids` then start over. Other masks are an error under `cupy_mla.set_checks`.
 
-    A call of the model without a cache takes `chosen_rows`, what indexers are to choose, by layer: as `recorded_rows`
-    has it of a pass with a cache.
+    A call of the model without a cache may pass `chosen_rows`, by layer the rows that its indexer would choose, as
+    `recorded_rows` records them in a pass with a cache.
 
     Args:
-        model: or a part of it.
-        indexer_loss: coefficient of the loss from which each indexer learns (`cupy_mla.indexer_loss`), the mean over
-            the tokens of a pass without a cache. Its gradients come with those of whatever is differentiated, and go
-            to the indexer alone; `model.indexer_losses` has the last pass's losses by layer. Default: indexers do not
-            learn.
+        model: the model, or a part of it.
+        indexer_loss: coefficient of each indexer's loss (`cupy_mla.indexer_loss`), a mean over the tokens of a pass
+            without a cache. Any backward through the model computes its gradients, too, for the indexer alone.
+            `model.indexer_losses` has the last pass's losses by layer. None: indexers do not learn.
 
     Raises:
-        ValueError: the model is none of these. In a call: dropout of attention weights in training; a cache of another
-            kind; `chosen_rows` with a cache, or of other tokens.
+        ValueError: the model has no such layers. In a call: dropout of attention weights in training; a cache of
+            another kind; `chosen_rows` with a cache, or for other tokens.
         TypeError: in a call: a projection whose weight is absorbed is no `torch.nn.Linear`.
-        RuntimeError: in a call: gradients are wanted of a pass with a cache.
+        RuntimeError: in a call with a cache: an input or a weight requires a gradient.
 
     Example:
         >>> with sparse_attention(model, indexer_loss=1.0):  # a step of training
@@ -315,13 +315,15 @@ def sparse_attention(
 
 @contextmanager
 def recorded_rows(model: torch.nn.Module) -> Iterator[dict[int, torch.Tensor]]:
-    """What the indexers of a model choose while the context lasts, to be replayed: `chosen_rows` of a pass without a
-    cache over the same tokens.
+    """Record the rows that a model's indexers choose while the context lasts. A pass without a cache over the same
+    tokens can replay them: they are its `chosen_rows`.
+
+    Call the backward after the context: with activation checkpointing it runs layers again, which would be recorded.
 
     Yields:
-        by layer [R, n, k] int32, of all n tokens of the passes; filled when the context ends. Of V3.2 and GLM-5 places
-        of tokens in their request, padding not counted; of V4 places of compressed rows. -1: none.
-        Activation checkpointing runs layers once more in the backward, which must come after the context.
+        a dict of layer: [R, n, k] int32 for all n tokens of the passes, filled when the context ends. For V3.2 and
+        GLM-5 these are positions of tokens in their request, padding not counted; for V4 positions of compressed rows.
+        -1: none.
 
     Example:
         >>> with sparse_attention(model), recorded_rows(model) as rows, torch.no_grad():
@@ -333,7 +335,7 @@ def recorded_rows(model: torch.nn.Module) -> Iterator[dict[int, torch.Tensor]]:
     rows: dict[int, torch.Tensor] = {}
 
     def kept(attention: Any) -> Any:
-        """A hook of the layer's indexer, which keeps what it returns."""
+        """Register a hook that keeps the results of the layer's indexer."""
         of_layer = passes.setdefault(attention.layer_idx, [])
         indexer = getattr(getattr(attention, "compressor", attention), "indexer", None)
         return indexer and indexer.register_forward_hook(lambda _m, _a, chosen: of_layer.append(chosen))
@@ -424,12 +426,12 @@ def _attend_cached(
 
 
 def _attend_v32(self: Any, *arguments: Any, **named: Any) -> tuple[torch.Tensor, None]:
-    """What `DeepseekV32Attention.forward` computes."""
+    """Replaces `DeepseekV32Attention.forward`."""
     return _attend(self, *arguments, **named)[0], None
 
 
 def _attend_glm(self: Any, *arguments: Any, **named: Any) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """What `GlmMoeDsaAttention.forward` computes; the rows go on to the next layer."""
+    """Replaces `GlmMoeDsaAttention.forward`, which also returns the chosen rows, for the next layer."""
     out, topk = _attend(self, *arguments, **named)
     return out, None, topk
 
@@ -445,7 +447,7 @@ def _choose(
     *,
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
-    """What the model's indexer computes, with e4m3 keys and queries: see `PagedLatentLayer.choose`."""
+    """Replaces the forward of the model's indexer; keys and queries are e4m3. See `PagedLatentLayer.choose`."""
     cos, sin = position_embeddings
     q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
     k = self.k_norm(self.wk(hidden_states)).unsqueeze(2)
@@ -467,7 +469,7 @@ def _choose_glm(self: Any, *arguments: Any, **named: Any) -> torch.Tensor:
     return _choose(self, *arguments, **named, rotate=glm.apply_rotary_pos_emb_interleave)
 
 
-# What runs instead of a module's own forward.
+# Kind of module: the function that replaces its forward.
 FORWARDS: dict[type, Callable[..., Any]] = {
     deepseek.DeepseekV32Attention: _attend_v32,
     deepseek.DeepseekV32Indexer: _choose_v32,

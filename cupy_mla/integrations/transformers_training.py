@@ -1,8 +1,8 @@
-"""Models of transformers without a cache, as they are trained: what differentiates within `sparse_attention`.
+"""Models of transformers in training: the passes without a cache of `sparse_attention`, which have gradients.
 
-Rows are bfloat16 and those of one forward pass; they lie one request after the other. Indexers choose as in a server,
-by FP8 scores, and learn from a loss of their own (`cupy_mla.indexer_loss`), or not at all. Nothing is kept from one
-layer or pass to the next, so that activation checkpointing may run a layer again at any time.
+Attention is over the bfloat16 rows of one forward pass, one request after the other. Indexers choose rows by FP8
+scores, as in serving. They learn from a loss of their own (`cupy_mla.indexer_loss`), or not at all. No state is kept
+from one layer or pass to the next, so that activation checkpointing may run a layer again at any time.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q_index, k_index and
 
 @dataclass(frozen=True)
 class IndexerLoss:
-    """What the indexers of a model learn from.
+    """The losses of a model's indexers.
 
     Attributes:
-        coefficient: of the losses of all layers, in whatever is differentiated.
-        losses: of the last forward pass, by layer, without the coefficient; [] float32 each, detached.
+        coefficient: factor on the gradient of each layer's loss.
+        losses: layer: its loss in the last forward pass, without the coefficient; [] float32, detached.
     """
 
     coefficient: float | torch.Tensor
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def attach(self, layer: int, out: torch.Tensor, scores: Scores, *attention: Any, **settings: Any) -> torch.Tensor:
-        """The attention's result `out`, which brings the loss of its layer with it: see `sparse_indexer_loss`."""
+        """The attention's result `out` with the layer's loss attached: see `attach_loss` and `sparse_indexer_loss`."""
         out, self.losses[layer] = with_loss(out, self.coefficient, scores, *attention, **settings)
         return out
 
@@ -51,11 +51,11 @@ class IndexerLoss:
 def require_cache(
     attention: Any, cache: Any, kind: type, hidden_states: torch.Tensor, chosen_rows: Mapping[int, torch.Tensor] | None
 ) -> None:
-    """Check that a layer's pass with a cache is one that can be served.
+    """Check that a layer's pass with a cache is supported.
 
     Raises:
-        ValueError: the cache is of another kind, or rows are to be replayed.
-        RuntimeError: gradients are wanted, of the layer's input or its weights.
+        ValueError: the cache is of another kind, or `chosen_rows` is given.
+        RuntimeError: the layer's input or a weight requires a gradient.
     """
     if not isinstance(cache, kind):
         raise ValueError(
@@ -73,10 +73,10 @@ def require_cache(
 
 
 def require_trainable(attention: Any) -> None:
-    """Check that a layer computes without a cache what its own attention would.
+    """Check that a pass without a cache computes the same as the layer's own attention.
 
     Raises:
-        ValueError: it is in training and has dropout of attention weights.
+        ValueError: the layer is in training and has dropout of attention weights.
     """
     if attention.training and attention.attention_dropout:
         raise ValueError(
@@ -85,10 +85,10 @@ def require_trainable(attention: Any) -> None:
 
 
 def given_rows(attention: Any, chosen_rows: Mapping[int, torch.Tensor] | None, tokens: tuple[int, int]) -> Any:
-    """Of `chosen_rows`, what the layer's indexer is to choose [R, n, k]; None where it chooses by itself.
+    """The layer's rows [R, n, k] in `chosen_rows`; None where its indexer chooses by itself.
 
     Raises:
-        ValueError: they are not of these [R, n] tokens.
+        ValueError: their shape is not that of these [R, n] tokens.
     """
     rows = None if chosen_rows is None else chosen_rows.get(attention.layer_idx)
     if rows is not None and (rows.ndim != 3 or rows.shape[:2] != tokens):
@@ -100,14 +100,14 @@ def given_rows(attention: Any, chosen_rows: Mapping[int, torch.Tensor] | None, t
 
 
 def is_token(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """[R, n] bool, False for padding: of a mask [R or 1, 1, n, n], bool or 0 and less, tokens that see themselves.
+    """[R, n] bool, False for padding. A token that does not see itself in the mask is padding.
 
     Args:
-        mask: None: there is no padding.
-        like: [R, n, hidden].
+        mask: [R or 1, 1, n, n], bool or float of 0 and less; None: there is no padding.
+        like: [R, n, hidden], from which shape and device are taken.
 
     Raises:
-        ValueError: the mask has another shape, as that of a pass with a cache.
+        ValueError: the mask has another shape, for instance that of a pass with a cache.
     """
     requests, new, _ = like.shape
     if mask is None:
@@ -121,16 +121,16 @@ def is_token(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 def select(
     q8: torch.Tensor, w: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, seen: torch.Tensor, k: int
 ) -> torch.Tensor:
-    """The rows that an indexer chooses for each token, as a server does it.
+    """The rows that an indexer chooses for each token by FP8 scores, as in serving.
 
     Args:
         q8: [T, H, 128] float8_e4m3fn. w: [T, H] float32. Both from `quantize_indexer_q`.
         keys: [R, N, 128] bfloat16, detached.
-        starts: [T] int32 first key of R * N that a token scores. seen: [T] int32 how many.
-        k: rows chosen for each, up to N.
+        starts: [T] int32 first key, of the R * N, that a token scores. seen: [T] int32 number of keys that it scores.
+        k: rows chosen per token, up to N.
 
     Returns:
-        [T, k] int32 places behind the first key, ascending, -1 behind the last.
+        [T, k] int32 rows, counted from `starts`, ascending, -1 behind the last.
     """
     if keys.shape[1] <= k:
         every = torch.arange(k, dtype=torch.int32, device=q8.device)
@@ -140,12 +140,12 @@ def select(
 
 
 class Uncached:
-    """What a layer knows of one forward pass without a cache.
+    """One layer's forward pass without a cache.
 
     Attributes:
         tokens: [R, n] bool, False for padding.
-        given: [R, n, k] what its indexer is to choose; None where it chooses by itself.
-        scores: what its indexer scores with; None without one.
+        given: [R, n, k] rows given by the caller; None where the indexer chooses.
+        scores: the indexer's queries, keys and weights, for its loss; None for a layer without an indexer.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Uncached:
 
     @property
     def learns(self) -> bool:
-        """Whether the layer has an indexer, which has a loss."""
+        """Whether the layer has an indexer and the indexer a loss."""
         return self._learning is not None and self.scores is not None
 
     def attach(self, out: torch.Tensor, *attention: Any) -> torch.Tensor:
@@ -176,13 +176,13 @@ class Uncached:
 
 
 class UncachedRows(Uncached):
-    """Latent rows of one forward pass of a layer, in the place of a `PagedLatentLayer`.
+    """Latent rows of one forward pass of a layer. It is used like a `PagedLatentLayer`, in passes without a cache.
 
     Several sequences may be packed into a request, where its mask keeps them apart, or, without a mask, its positions.
 
     Attributes:
-        first: [R, n] int32 the first token that each sees, counted from the request's.
-        seen: [R, n] int32 tokens that each sees from there on, itself included; 0 for padding.
+        first: [R, n] int32 first token that each token sees, counted in its request.
+        seen: [R, n] int32 number of tokens that it sees from there on, itself included; 0 for padding.
     """
 
     def __init__(
@@ -212,15 +212,15 @@ class UncachedRows(Uncached):
         self.first: torch.Tensor = (place + 1 - self.seen).int()
 
     def update(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> None:
-        """Take the pass's latent rows kv_c [R, n, 512] and their RoPE parts k_pe [R, n, 64]."""
+        """Set the pass's rows: latent parts kv_c [R, n, 512] and RoPE parts k_pe [R, n, 64]."""
         self.rows: torch.Tensor = torch.cat([kv_c, k_pe], -1).to(torch.bfloat16)
 
     def update_indexer(self, keys: torch.Tensor) -> None:
-        """Take the pass's keys of the indexer [R, n, 128]."""
+        """Set the indexer's keys of the pass, [R, n, 128]."""
         self.keys: torch.Tensor = keys.to(torch.bfloat16)
 
     def choose(self, q8: torch.Tensor, w: torch.Tensor, topk: int) -> torch.Tensor:
-        """See `PagedLatentLayer.choose`; here places are counted from the first token that a token sees."""
+        """As `PagedLatentLayer.choose`, but rows are counted from the first token that a token sees."""
         if self.given is not None:
             return self.given
         k = min(topk, self.seen.shape[1])

@@ -3,7 +3,7 @@
 Each layer caches the rows of its sliding window; layers that compress cache, beside them, one row for 4 or 128 tokens,
 and those that compress 4:1 (C4A) a key of their indexer for each of these rows. What is not a whole group of tokens yet
 waits in a `_Pooler`. Projections, norms, RoPE and the weights of the compressors stay the model's own. Without a cache,
-as in training, rows are those of the pass, in bfloat16, and all of it differentiates.
+as in training, attention is over the bfloat16 rows of the pass, and everything has gradients.
 
 Written against transformers 5.17 and 5.18.
 """
@@ -45,8 +45,8 @@ RATIOS = {"sliding_attention": SWA, "compressed_sparse_attention": C4A, "heavily
 
 
 class _Pooler:
-    """What a compressor keeps between forward passes: tokens that make no whole group yet, and, where groups overlap,
-    the part of the last group that goes into the next row."""
+    """State of a compressor between forward passes: the tokens of a group that is not complete yet, and, where groups
+    overlap, the part of the last group that enters the next row."""
 
     def __init__(self) -> None:
         self.rows: int = 0  # made so far
@@ -86,10 +86,10 @@ class _Pooler:
 
 
 class PagedV4Layer(CacheLayerMixin):
-    """One layer's share of a `PagedV4Cache`.
+    """The caches of one layer in a `PagedV4Cache`.
 
     Attributes:
-        ratio: tokens that a compressed row stands for; 1: the layer has a sliding window alone.
+        ratio: tokens per compressed row; 1: the layer has only a sliding window.
         swa_k_cache: [num_blocks, swa_block_size, 584] uint8 in layout V4_FP8.
         k_cache: [num_blocks, block_size // ratio, 584] uint8, compressed rows; None with ratio 1.
         indexer_cache: [num_blocks, block_size // 4, 132] uint8, keys of the indexer; None but with ratio 4.
@@ -114,7 +114,7 @@ class PagedV4Layer(CacheLayerMixin):
         self.reset()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is left to do: the caches are there from the start."""
+        """Nothing to do: `__init__` has allocated the caches."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a PagedV4Cache is for models within `sparse_attention`")
@@ -135,20 +135,20 @@ class PagedV4Layer(CacheLayerMixin):
 
 
 class PagedV4Cache(Cache):
-    """The paged caches of a DeepSeek-V4 model, for `past_key_values`. Requests have equally many tokens, no padding.
+    """The paged caches of a DeepSeek-V4 model, for `past_key_values`. Requests have equal lengths, without padding.
 
     Args:
         config: the model's configuration.
         swa_block_table: [R, M] integers, the blocks of each request in the sliding windows' caches.
         block_table: [R, M'] the same for the caches of compressed rows and of the indexers' keys.
-        swa_block_size: tokens a block of the sliding windows' caches.
-        block_size: tokens that a block of the other caches stands for, a multiple of all compress ratios.
+        swa_block_size: tokens per block of the sliding windows' caches.
+        block_size: tokens per block of the other caches, before compression; a multiple of all compress ratios.
         max_num_batched_tokens: most query tokens of a forward pass, all requests together; workspaces grow with it.
-            Default: as many as the blocks have room for.
-        device: where the model is.
+            Default: as many as the blocks hold.
+        device: device of the model.
 
     Attributes:
-        length: tokens that every request was given so far.
+        length: number of tokens that each request has so far.
     """
 
     def __init__(
@@ -227,16 +227,15 @@ class PagedV4Cache(Cache):
         self.length += new
 
     def per_token(self, rows: torch.Tensor, ratio: int, new: int) -> torch.Tensor:
-        """Of rows [R, n, d] that this step's tokens completed, for each token the one of its group: [R * new, d]."""
+        """For each token the row of its group, [R * new, d], out of the rows [R, n, d] that this step completed."""
         first = (self.length - new) // ratio
         group = torch.arange(self.length - new, self.length, device=rows.device) // ratio - first
         return rows[:, group.clamp(max=rows.shape[1] - 1)].flatten(0, 1)
 
 
 class UncachedV4Rows(Uncached):
-    """Rows of one forward pass of a layer, in the place of a `PagedV4Layer`: of each token, and compressed ones.
-
-    Padding may stand behind the tokens.
+    """Rows of one forward pass of a layer, of tokens and compressed. It is used in passes without a cache, where a
+    `PagedV4Layer` is used with one. Padding may stand behind the tokens.
     """
 
     def __init__(
@@ -317,7 +316,7 @@ def attend_v4(
     chosen_rows: Mapping[int, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What `DeepseekV4Attention.forward` computes, on hidden_states [R, n, hidden] and a `PagedV4Cache`, or none."""
+    """Replaces `DeepseekV4Attention.forward`. hidden_states: [R, n, hidden]; the cache: a `PagedV4Cache` or None."""
     requests, new, _ = hidden_states.shape
     if past_key_values is None:
         uncached = UncachedV4Rows(self, hidden_states, attention_mask, position_ids, chosen_rows)
@@ -399,7 +398,7 @@ def choose_v4(
     past_key_values: Any,
     layer_idx: int,
 ) -> torch.Tensor:
-    """What `DeepseekV4Indexer.forward` computes, with e4m3 keys and queries, on a `PagedV4Cache` or `UncachedV4Rows`.
+    """Replaces `DeepseekV4Indexer.forward`, on a `PagedV4Cache` or `UncachedV4Rows`. Keys and queries are e4m3.
 
     Returns:
         [R, n, k] int32 compressed positions, ascending, -1 behind the last; k is topk, or the compressed rows without

@@ -1,4 +1,4 @@
-"""What type checkers see of classes that come from libraries without types."""
+"""A base class that type checkers see in place of classes from libraries without types."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 
 class Untyped:
-    """Stands for a base class of which a type checker knows nothing::
+    """Stands for a base class whose attributes a type checker does not know::
 
     if TYPE_CHECKING:
         from .untyped import Untyped as Cache

@@ -1,4 +1,4 @@
-"""Kernels are compiled before an engine's first request: once a process and GPU for all layers of a kind."""
+"""Warm-up for engines: compiles the kernels before the first request, once per kind of layer, process and GPU."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import torch
 from ..config import DenseMLAConfig, SparseMLAConfig
 from ..warmup import warmup
 
-SECONDS = 3.0  # between two lines
+SECONDS = 3.0  # least time between two lines of the log
 
 _ready: set[tuple[SparseMLAConfig | DenseMLAConfig, int]] = set()
 
 
 def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device, logger: logging.Logger) -> None:
-    """Make the kernels of such layers ready, unless that was done in this process. The CPU has none.
+    """Compile and load the kernels of such layers, unless this process has done so. On the CPU nothing is done.
 
     Args:
-        logger: the engine's, which gets a line before, one behind, and one every few seconds in between.
+        layers: the kind of layers.
+        device: the device on which they run.
+        logger: the engine's logger, for progress: a line at the start, one every few seconds, and one at the end.
     """
     if device.type != "cuda":
         return

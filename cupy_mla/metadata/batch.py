@@ -1,4 +1,4 @@
-"""One engine step's batch as NumPy arrays: its checks, how it is split, and the reshapes that go with it.
+"""The batch of an engine's step as NumPy arrays: checks, the split into decodes and prefills, and reshapes.
 
 Nothing here touches a device.
 """
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 
+# Dtype and number of axes of each array of a `BatchMetadata`.
 _FIELDS: dict[str, tuple[np.dtype, int]] = {
     "query_start_loc": (INT32, 1),
     "seq_lens": (INT32, 1),
@@ -40,28 +41,30 @@ _FIELDS: dict[str, tuple[np.dtype, int]] = {
     "right_visible": (INT32, 1),
 }
 
-PREFILL_WORKSPACE_SEQUENCES = 5  # longest sequences that the workspace of gathered rows holds at once
+PREFILL_WORKSPACE_SEQUENCES = 5  # so many sequences of the greatest length fit the workspace of gathered rows
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class BatchMetadata:
-    """R requests and T query tokens, decodes first, prefills after. Checked once, here.
+    """R requests and T query tokens, decodes before prefills. The arrays are checked here and nowhere else.
 
-    Tokens behind those of the last request pad the batch to the size of a captured CUDA graph. They attend nothing.
+    Tokens behind those of the last request pad the batch to the size of a captured CUDA graph. They attend over
+    nothing.
 
     Attributes:
         query_start_loc: [R + 1] where each request's tokens start; the first is 0, the last at most T.
-        seq_lens: [R] tokens of each sequence, those of this step included. Where only the device has them, upper
-            bounds: see `SparseMLAMetadataBuilder.build`.
-        block_table: [R, M] blocks of each sequence, in order; what stands past a sequence's last block is not read.
-        slot_mapping: [T] slot of the cache that each token is written to, negative: not written. It gives T.
-        positions: [T] place of each token in its sequence.
-        replay_start: [R] first position of each sequence that the sliding-window cache has rows of, of sequences whose
-            prefix comes from a cache without them; None: 0. Metadata of sliding windows alone read this and the next.
+        seq_lens: [R] tokens of each sequence, those of this step included; upper bounds where only the device knows
+            them (see `SparseMLAMetadataBuilder.build`).
+        block_table: [R, M] blocks of each sequence, in order. Entries behind a sequence's last block are not read.
+        slot_mapping: [T] slot of the cache to which each token is written; negative: none. Its length is T.
+        positions: [T] position of each token in its sequence.
+        replay_start: [R] first position of each sequence of which the sliding-window cache has a row. It is above 0 for
+            sequences whose prefix was cached without such rows; None: 0 for all. Only `SparseSWAMetadataBuilder` reads
+            this and the next two.
         left_visible, right_visible: [T] how many positions of its image stand before each token and behind it, 0 for
-            tokens of text; both None: there are no images.
+            tokens of text. Both None: there are no images.
 
-    All are NumPy arrays (or sequences) of integers; they become int32, `slot_mapping` and `positions` int64.
+    All are NumPy arrays or sequences of integers. They become int32, `slot_mapping` and `positions` int64.
 
     Raises:
         TypeError: an array does not hold integers, or is on a GPU.
@@ -164,12 +167,12 @@ class BatchMetadata:
 
     @cached_property
     def max_query_len(self) -> int:
-        """Most query tokens of a request; 0 without requests."""
+        """Query tokens of the request that has most; 0 without requests."""
         return int(self.query_lens.max(initial=0))
 
     @cached_property
     def max_seq_len(self) -> int:
-        """Longest sequence; 0 without requests."""
+        """Tokens of the longest sequence; 0 without requests."""
         return int(self.seq_lens.max(initial=0))
 
     def check_cache(self, block_size: int, num_blocks: int | None = None, window: int | None = None) -> None:
@@ -178,7 +181,7 @@ class BatchMetadata:
         Args:
             block_size: tokens a block of the cache.
             num_blocks: blocks of the cache; None leaves slots and blocks unchecked.
-            window: tokens that each query token attends, itself included; blocks before them are not looked at.
+            window: tokens over which each query token attends, itself included. Blocks before them are not checked.
 
         Raises:
             TypeError, ValueError: a setting is no integer or out of its range.
@@ -254,13 +257,14 @@ def _integers(name: str, values: Any, dtype: np.dtype, ndim: int) -> np.ndarray:
 def split_decodes_and_prefills(
     batch: BatchMetadata, decode_threshold: int = 1, require_uniform: bool = False
 ) -> tuple[int, int, int, int]:
-    """Where the decodes of a batch end and its prefills begin.
+    """Where the decodes of a batch end and its prefills begin, by the rules of vLLM.
 
-    A request is a decode when it has at most `decode_threshold` query tokens, and, with `require_uniform`, as many
-    as the first request has. Requests without tokens, which pad a batch, are decodes too: without `require_uniform`
-    always, with it where all others of the batch are decodes like the first one, or the threshold is 1 and none has
-    more. The first request that is no decode and all after it are prefills. Tokens that pad the batch count as prefill
-    tokens, and where there are no prefills as decode tokens. All that is as in vLLM.
+    - A request is a decode if it has at most `decode_threshold` query tokens and, with `require_uniform`, as many as
+      the first request.
+    - A request without tokens, which pads the batch, is a decode too. With `require_uniform` it is one only if all
+      others of the batch are decodes like the first one, or if the threshold is 1 and no request has more.
+    - The first request that is no decode, and all behind it, are prefills.
+    - Tokens that pad the batch count as prefill tokens; without prefills, as decode tokens.
 
     Returns:
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens.
@@ -290,7 +294,7 @@ def split_decodes_and_prefills(
 
 
 def split_prefill_chunks(seq_lens: ArrayLike, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
-    """Cut prefills into chunks, greedily: consecutive requests whose sequences fit the workspace together.
+    """Divide prefills into chunks of consecutive requests whose sequences fit the workspace, each as long as possible.
 
     Args:
         seq_lens: [P] sequence lengths (host).
@@ -330,7 +334,7 @@ def split_prefill_chunks(seq_lens: ArrayLike, workspace_size: int, request_offse
 
 
 def prefill_workspace_size(max_model_len: int) -> int:
-    """Rows of the workspace that prefills gather their sequences into.
+    """Rows of the workspace into which the sequences of prefills are gathered.
 
     Raises:
         TypeError, ValueError: `max_model_len` is no integer, or int32 cannot count the rows.

@@ -1,5 +1,5 @@
-"""What the compressed layers of DeepSeek V4 (C4A, C128A) and V4.1 (C1A, C2A) add to a step's metadata, in buffers at
-fixed addresses."""
+"""Fields of a step's metadata for layers with compressed rows, of DeepSeek V4 (C4A, C128A) and V4.1 (C1A, C2A). Their
+buffers stand at fixed addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..dtypes import INT32, INT64
 from ..ops.compressed import build_c128a_topk_metadata, get_compressed_slot_mapping
 from .batch import BatchMetadata, split_decodes_and_prefills
 
-WIDTH_ALIGN = 128  # entries; widths of C128A's lists are a multiple of it
+WIDTH_ALIGN = 128  # entries: the width of C128A's lists is a multiple
 
 
 def c128a_width(config: SparseMLAConfig) -> int:
@@ -21,14 +21,14 @@ def c128a_width(config: SparseMLAConfig) -> int:
 
 
 def compressed_list_width(config: SparseMLAConfig) -> int:
-    """Width of the lists of compressed rows that V4 and V4.1 layers attend beside their windows; 0: they have none."""
+    """Width of the lists of compressed rows that V4 and V4.1 layers have beside their windows; 0: they have none."""
     if not config.has_compressed_rows:
         return 0
     return config.topk if config.has_topk else c128a_width(config)
 
 
 class CompressedRows:
-    """Computes on the device, in order on the caller's current stream, what the metadata says of compressed rows.
+    """Computes the fields of metadata about compressed rows on the device, in order on the caller's current stream.
 
     Args:
         config: of layers that have compressed rows.

@@ -1,9 +1,9 @@
-"""Metadata of the lightning indexer: which keys each query token of a batch may see, and how they are scored in
-portions.
+"""Metadata of the lightning indexer: the keys that each query token of a batch sees, and chunks of prefills whose
+logits fit the memory.
 
-Built once a step and shared by all layers that have an indexer, for DeepSeek V3.2's layers, V4's C4A layers and V4.1's
-C1A and C2A layers. Every device array is a view of a buffer that is allocated once, at a fixed address, and sized by
-the config's maxima, so that a captured CUDA graph can read it at every replay.
+It is built once a step for all layers that have an indexer: those of DeepSeek V3.2, V4's C4A, V4.1's C1A and C2A. Every
+device array is a view of a buffer that is allocated once, at a fixed address, and sized by the config's maxima. So a
+captured CUDA graph can read it at every replay.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from .batch import PREFILL_WORKSPACE_SEQUENCES, BatchMetadata, split_decodes_and
 from .sparse_mla import check_batch, fill, fill_table, known_on_device
 from .uploads import Uploads
 
-LOGITS_ALIGN = 4  # logits of a query take a multiple of so many float32
+LOGITS_ALIGN = 4  # rows of logits are a multiple of so many float32
 
 
 @dataclass(frozen=True)
 class IndexerDecodeMetadata:
-    """The decodes of a batch: B requests, which are given n query tokens each.
+    """The decodes of a batch: B requests, padded to n query tokens each.
 
     Attributes:
         block_table: [B, M] int32.
-        context_lens: keys that each query token sees: [B] int32 where n is 1, else [B, n], 0 for tokens that pad.
-        query_len: n, most query tokens of a decode.
-        requires_padding: decodes have different numbers of query tokens; shorter ones are padded to n.
-        padded_rows: [B * n] int64 the decode token that stands at each place of [B, n], 0 where none does.
+        context_lens: keys that each query token sees: [B] int32 if n is 1, else [B, n]; 0 for padding.
+        query_len: n, the query tokens of the longest decode.
+        requires_padding: some decodes have fewer query tokens than n.
+        padded_rows: [B * n] int64 the decode token at each place of [B, n], 0 for padding.
         token_rows: [Td] int64 the place in [B, n] of each decode token.
-        max_context_len: keys of the longest sequence, by the config.
-        choose_all: no sequence can have more keys than a query token chooses.
-        short: in this step none of them has, by the host's upper bounds. No logits are computed then, but in a captured
-            CUDA graph, which must hold for longer sequences, too.
-        schedule: of these keys, from `paged_indexer_schedule`; None where no kernel takes one.
+        max_context_len: keys of the longest sequence that the config allows.
+        choose_all: no sequence that the config allows has more keys than a query token chooses.
+        short: in this step no query token sees more keys than it chooses, by the host's upper bounds. Then no logits
+            are computed, except in a captured CUDA graph, whose replays may have longer sequences.
+        schedule: from `paged_indexer_schedule`; None where no kernel takes one.
     """
 
     block_table: AnyArray
@@ -62,18 +62,18 @@ class IndexerDecodeMetadata:
 
 @dataclass(frozen=True)
 class IndexerPrefillChunk:
-    """Query tokens whose logits fit the limit, over the keys of n prefills, which fit the workspace together.
+    """Query tokens of n consecutive prefills, whose keys fit the workspace and whose logits fit the limit.
 
-    Either all query tokens of these prefills, or a part of those of one.
+    It has all query tokens of these prefills, or a part of those of one prefill.
 
     Attributes:
         block_table: [n, M] int32.
         cu_seq_lens: [n + 1] int32 where the keys of each prefill start in the workspace.
         num_keys: keys of these prefills.
-        tokens_slice: the query tokens in the batch.
-        starts, ends: [tokens] int32 the keys in the workspace that each query token sees.
-        gathers: the keys must be gathered for this chunk; else an earlier chunk has done so, or nothing is scored.
-        choose_all: no query token of the chunk sees more keys than it chooses, so nothing is scored.
+        tokens_slice: the chunk's query tokens in the batch.
+        starts, ends: [tokens] int32 the range of keys in the workspace that each query token sees.
+        gathers: the keys must be gathered for this chunk. Else an earlier chunk has gathered them, or none are needed.
+        choose_all: no query token of the chunk sees more keys than it chooses, so no logits are needed.
     """
 
     block_table: AnyArray
@@ -93,11 +93,10 @@ class IndexerMetadata:
     Attributes:
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens: how the batch is split.
         num_actual_tokens: T.
-        slot_mapping: [T] int64, where this step's keys go; of compressed rows and pools -1 for tokens that complete
-            none.
+        slot_mapping: [T] int64 the slot of each token's key; -1 for tokens that complete no compressed row or pool.
         block_size: tokens a block.
         compress_ratio, kpool: of the config; a key stands for so many tokens.
-        topk_tokens: tokens (of compressed rows: rows) chosen for each query token.
+        topk_tokens: tokens that each query token chooses; with compression, rows.
         token_context_lens: [T] int32 tokens that each query token sees, itself included; None where kpool is 1.
         decode: None without decode tokens.
         prefill_chunks: in order; they hold every prefill token once.
@@ -127,25 +126,34 @@ class IndexerMetadata:
 
 
 class _Chunk(NamedTuple):
-    """A portion of the prefills, on the host: of requests `first` to `end` the query tokens `tokens` of the batch."""
+    """An `IndexerPrefillChunk` on the host.
+
+    Attributes:
+        first, end: its requests in the batch.
+        tokens: its query tokens in the batch.
+        cu_start: where its `cu_seq_lens` start among those of all chunks.
+    """
 
     first: int
     end: int
     tokens: slice
-    cu_start: int  # of its requests' running sums in the buffer
+    cu_start: int
 
 
 class _Split(NamedTuple):
-    """A batch on the host.
+    """A batch split into decodes and chunks of prefills, on the host.
 
     Attributes:
         counts: decodes, prefills, decode tokens, prefill tokens.
-        request: [T] of each query token, without those that pad the batch.
-        seen: [T] keys that each query token sees of its own request; without tokens that pad prefills.
-        decodes: requests up to the last decode that has tokens, and those that padding tokens stand for.
-        decode_len: most query tokens of a decode.
-        places: [Td] where decode tokens stand in [decodes, decode_len].
-        key_starts: [T] where the keys of a prefill token's request start in the workspace.
+        request: the request of each query token, without tokens that pad the batch.
+        seen: keys of its request that each query token sees. Tokens that pad decodes see 0; others that pad are left
+            out.
+        decodes: requests up to the last decode with tokens, and requests that are made of padding tokens.
+        decode_len: query tokens of the longest decode.
+        places: [Td] the place of each decode token in [decodes, decode_len].
+        chunks: of the prefills.
+        cu_seq_lens: those of all chunks.
+        key_starts: for each token of `request` where the keys of its request start in the workspace.
     """
 
     counts: tuple[int, int, int, int]
@@ -164,18 +172,17 @@ class IndexerMetadataBuilder:
 
     A metadata object is valid until the next `build`, which rewrites the arrays behind it (on a GPU in order on the
     caller's current stream). `build` never waits for the device. Replays of a captured step read what the last `build`
-    wrote: its batch must have as many decodes of as many query tokens as the captured one, of any lengths, and prefills
-    that are split alike.
+    wrote. Its batch must have as many decodes with as many query tokens as the captured one, and prefills that are
+    divided into the same chunks; sequences may have any lengths.
 
     Args:
         config: the layers and the engine's maxima; `block_size` counts tokens.
         place: where the device arrays live; see `SparseMLAMetadataBuilder`.
-        num_blocks: blocks of the cache, to check slots and block tables against; None leaves them
-            unchecked.
+        num_blocks: blocks of the cache, against which slots and block tables are checked; None: they are not checked.
 
     Attributes:
         config, num_blocks: as given.
-        decode_threshold: most query tokens of a decode; decodes of a batch may differ in theirs.
+        decode_threshold: a decode has at most so many query tokens. Decodes of a batch may have different numbers.
 
     Raises:
         ValueError: layers of the config have no indexer.
@@ -220,23 +227,23 @@ class IndexerMetadataBuilder:
                 "block_table": ((requests, width), INT32),  # last: only its used rows go up
             },
         )
-        self._schedule = self._room_for_schedule()
+        self._schedule = self._schedule_buffer()
 
     def build(self, batch: BatchMetadata, *, seq_lens: AnyArray | None = None) -> IndexerMetadata:
         """The metadata of one step.
 
-        Tokens that pad a batch of decodes are decodes that see nothing. Those behind prefills are in no chunk.
+        Tokens that pad a batch of decodes are decodes that see no keys. Tokens that pad prefills are in no chunk.
 
         Args:
-            batch: with the block table and the slots of the cache of keys; where keys stand for several tokens, the
-                slots are computed from the block table. Where the device alone knows how long sequences are, with upper
-                bounds for `seq_lens`.
-            seq_lens: [R] int32 where the device arrays live, the lengths instead of the batch's; see
+            batch: with the block table and the slots of the cache of keys. Where keys stand for several tokens, their
+                slots are computed from the block table instead. If only the device knows the lengths of sequences,
+                `seq_lens` are upper bounds.
+            seq_lens: [R] int32 lengths of the sequences where the device arrays live; see
                 `SparseMLAMetadataBuilder.build`.
 
         Raises:
             ValueError: the batch exceeds a maximum of the config, its block table is too narrow for a sequence, or a
-                slot or a block of a sequence lies beyond the cache (with `num_blocks` given); the arrays stay as they
+                slot or a block of a sequence lies beyond the cache (with `num_blocks` given). The arrays stay as they
                 were.
         """
         config = self.config
@@ -250,7 +257,7 @@ class IndexerMetadataBuilder:
             )
         self._buffers.upload(lambda host: self._write(host, batch, split))
         if known:
-            self._see(batch, split, known["seq_lens"])
+            self._recompute(batch, split, known["seq_lens"])
         tokens = batch.num_actual_tokens
         return IndexerMetadata(
             *split.counts,
@@ -287,7 +294,7 @@ class IndexerMetadataBuilder:
             seen = np.append(seen, np.zeros(padding, seen.dtype))
             decodes += -(-padding // decode_len)
 
-        # Requests without query tokens have no keys to look at.
+        # Requests without query tokens need no keys.
         keys = np.where(batch.query_lens > 0, batch.seq_lens // self.config.tokens_per_key, 0)
         portions = split_indexer_chunks(
             batch.query_lens[num_decodes:], keys[num_decodes:], key_workspace_rows(self.config),
@@ -309,7 +316,7 @@ class IndexerMetadataBuilder:
         )  # fmt: skip
 
     def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata, split: _Split) -> int:
-        """Fill the host's copies; entries past the batch with values that are safe for a captured graph to read."""
+        """Fill the host's copies. Entries behind the batch get values that a captured graph can read safely."""
         config, decode_tokens = self.config, split.counts[2]
         slots = batch.slot_mapping
         if _keys_apart(config):
@@ -339,11 +346,13 @@ class IndexerMetadataBuilder:
 
     @staticmethod
     def _from_end(batch: BatchMetadata, split: _Split) -> np.ndarray:
-        """Of each request's query tokens: how many tokens of its sequence they see more than there are, 0 and less."""
+        """For each query token: the tokens that it sees minus the length of its sequence. 0 for a request's last
+        token."""
         return np.arange(len(split.request)) - batch.query_start_loc[split.request + 1] + 1
 
-    def _see(self, batch: BatchMetadata, split: _Split, seq_lens: Any) -> None:
-        """Compute what follows from lengths that only the device has: keys that query tokens see, and their slots."""
+    def _recompute(self, batch: BatchMetadata, split: _Split, seq_lens: Any) -> None:
+        """Compute on the device what follows from lengths that only the device knows: the keys that query tokens see,
+        and the slots of this step's keys."""
         config, device, tokens = self.config, self._buffers.arrays, len(split.key_starts)
         decode_tokens = min(split.counts[2], tokens)
         lens = seq_lens[device["token_to_req"][:tokens]] + device["from_end"][:tokens]
@@ -363,22 +372,24 @@ class IndexerMetadataBuilder:
 
     @property
     def _choose_all(self) -> bool:
+        """Whether no sequence that the config allows has more keys than a query token chooses."""
         return self.config.max_index_keys <= self.config.index_topk
 
     def _shares(self, queries: int) -> int | None:
-        """Of a schedule of decodes of so many query tokens; None where no kernel takes one."""
+        """The shares of a schedule for decodes of so many query tokens; None where no kernel takes one."""
         place = self._buffers.place
         if not place.on_gpu or self._choose_all:
             return None
         return shares_of_step(gpu(place.device), queries, self.config.keys_per_block)
 
-    def _room_for_schedule(self) -> Any:
-        """Written by `paged_indexer_schedule` alone: kernels read it before those before them have ended."""
+    def _schedule_buffer(self) -> Any:
+        """Memory for schedules. Only `paged_indexer_schedule` may write it, because kernels read it while earlier
+        launches still run."""
         shares = self._shares(1)
         return None if shares is None else self._buffers.place.empty((shares, SCHEDULE_WORDS), INT32)
 
     def _scheduled(self, lens: Any, table: Any, queries: int) -> Any:
-        """The schedule of decodes of so many query tokens."""
+        """The schedule for decodes of so many query tokens, or None."""
         shares = self._shares(queries)
         if shares is None:
             return None
@@ -405,7 +416,7 @@ class IndexerMetadataBuilder:
 
     def _prefill(self, split: _Split) -> list[IndexerPrefillChunk]:
         device, chunks = self._buffers.arrays, []
-        gathered = -1  # the first of the requests whose keys are in the workspace
+        gathered = -1  # the first request of those whose keys are in the workspace
         for first, end, tokens, cu_start in split.chunks:
             choose_all = bool(split.seen[tokens].max() <= self.config.index_topk)
             gathers = not choose_all and gathered != first
@@ -427,7 +438,8 @@ class IndexerMetadataBuilder:
 
 
 class Portion(NamedTuple):
-    """Query tokens `start` to `stop` of the requests `first` to `end`, counted from the first request's first token."""
+    """A chunk of prefills: query tokens `start` to `stop` of the requests `first` to `end`, counted from the first
+    token of the first request."""
 
     first: int
     end: int
@@ -438,14 +450,15 @@ class Portion(NamedTuple):
 def split_indexer_chunks(
     query_lens: np.ndarray, key_lens: np.ndarray, workspace_rows: int, max_workspace_bytes: int
 ) -> list[Portion]:
-    """Cut prefills into portions, greedily: consecutive requests whose keys fit the workspace together and whose logits
-    fit the limit. The query tokens of a request that exceeds the limit alone are cut, too, one at least in each.
+    """Divide prefills into portions of consecutive requests, each as long as possible: its keys fit the workspace, and
+    its logits the limit. If a single request exceeds the limit, its query tokens are divided, too, into parts of at
+    least one.
 
     Args:
         query_lens: [P] query tokens of each request (host).
-        key_lens: [P] keys of each request, of which the workspace holds any one's.
+        key_lens: [P] keys of each request. The workspace has room for those of any single request.
         workspace_rows: keys that the workspace holds.
-        max_workspace_bytes: limit of the logits, each of a portion's queries with one for each of its keys.
+        max_workspace_bytes: limit for a portion's logits: float32, one for each of its queries and each of its keys.
     """
     portions = []
     first, requests = 0, len(query_lens)
@@ -463,18 +476,18 @@ def split_indexer_chunks(
 
 
 def queries_at_once(keys: int, max_workspace_bytes: int) -> int:
-    """Queries whose logits for so many keys fit the limit, one at least."""
+    """The number of queries whose logits over so many keys fit the limit; at least 1."""
     row = max(-(-keys // LOGITS_ALIGN), 1) * LOGITS_ALIGN
     return max(max_workspace_bytes // (row * FLOAT32.itemsize), 1)
 
 
 def key_workspace_rows(config: SparseMLAConfig) -> int:
-    """Keys that the workspace of prefills holds: of a few of the longest sequences."""
+    """Keys that the workspace of prefills holds: those of a few sequences of the greatest length."""
     return PREFILL_WORKSPACE_SEQUENCES * config.max_index_keys
 
 
 def _keys_apart(config: SparseMLAConfig) -> bool:
-    """Whether keys have slots of their own, other than those of the step's tokens."""
+    """Whether a key stands for several tokens, so that keys have other slots than tokens."""
     return config.has_compressed_rows or config.kpool > 1
 
 
@@ -482,7 +495,7 @@ def require_indexed(config: SparseMLAConfig) -> None:
     """Check that the layers of a config have an indexer.
 
     Raises:
-        TypeError, ValueError: it is no config, or they have none.
+        TypeError, ValueError: it is no config, or its layers have no indexer.
     """
     require_instance("config", config, SparseMLAConfig)
     if not config.has_topk:

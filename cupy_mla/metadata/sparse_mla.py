@@ -1,8 +1,8 @@
-"""Metadata of sparse MLA layers: what a batch means to the attention backend, as device arrays.
+"""Metadata of sparse MLA layers: what the attention backend needs to know of a batch, as device arrays.
 
-For DeepSeek V3.2's layers, and next to `swa` for the compressed caches of V4's and V4.1's. Built once a step and shared
-by all layers. Every device array is a view of a buffer that is allocated once, at a fixed address, and sized by the
-config's maxima, so that a captured CUDA graph can read it at every replay.
+It serves DeepSeek V3.2's layers and, together with that of `swa`, the compressed caches of V4 and V4.1. It is built
+once a step for all layers. Every device array is a view of a buffer that is allocated once, at a fixed address, and
+sized by the config's maxima. So a captured CUDA graph can read it at every replay.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .uploads import Uploads
 
 @dataclass
 class FP8KernelMetadata:
-    """The schedule of one FP8 decode launch, shared by all layers of a step; of V4's by all of one kind.
+    """How a step's decodes over FP8 rows are divided. All layers of the step share it; in V4 all of one kind.
 
     Attributes:
-        num_splits: splits of each query's rows that are asked for; None: chosen at each launch.
-        plan: memory on the GPU in which the first layer's launch leaves how it divided its lists, for the other layers,
-            whose lists end at the same places.
+        num_splits: splits of each query's rows that the engine prescribes; None: chosen at each launch.
+        plan: the first layer's launch leaves in it, on the GPU, how it divided its lists. The lists of the other layers
+            end at the same places, so these load it.
     """
 
     num_splits: int | None = None
@@ -48,8 +48,8 @@ class FP8DecodeMetadata:
     Attributes:
         seq_lens: [num_decodes] int32.
         kernel_metadata: the schedule of their launch.
-        decode_query_len: query tokens of each decode (requests without tokens, which pad a batch, aside). 1 where
-            tokens that pad the batch do not make up whole decodes: each token is then a decode of its own.
+        decode_query_len: query tokens of each decode; requests that pad the batch have none. 1 if tokens that pad the
+            batch do not make up whole decodes: then each token is a decode of its own.
     """
 
     seq_lens: AnyArray
@@ -65,8 +65,8 @@ class PrefillChunk:
         seq_lens: [n] int32.
         tokens_slice: their query tokens in the batch.
         block_table: [n, M] int32.
-        req_start_idx: the first of them, as a request of the batch.
-        workspace_starts: [n] int32 first workspace row of each, from 0 in every chunk.
+        req_start_idx: the number of the first one in the batch.
+        workspace_starts: [n] int32 first workspace row of each; 0 for the first one of every chunk.
         chunk_tot_seqlen: workspace rows of the chunk.
     """
 
@@ -84,7 +84,7 @@ class FP8PrefillMetadata:
 
     Attributes:
         seq_lens: [num_prefills] int32.
-        request_ids: [T] int32, for every token of the batch the number of its prefill, -1 for decode tokens.
+        request_ids: [T] int32 number of the prefill of every token of the batch, -1 for decode tokens.
         workspace_starts: [num_prefills] int32, see `PrefillChunk`.
         chunks: consecutive prefills that fit the workspace together, in order.
     """
@@ -97,7 +97,8 @@ class FP8PrefillMetadata:
 
 @dataclass(frozen=True)
 class FP8SeparatePrefillDecode:
-    """Separate mode: decodes go to the FP8 decode kernel, prefills to the bf16 prefill kernel over gathered rows."""
+    """Separate mode: decodes run as `sparse_decode` over FP8 rows, prefills as `sparse_prefill` over gathered bf16
+    rows."""
 
     num_decodes: int
     num_prefills: int
@@ -109,15 +110,15 @@ class FP8SeparatePrefillDecode:
 
 @dataclass(frozen=True)
 class DenseDecodes:
-    """Decodes that attend over all rows of their requests, in place of index lists that would name them.
+    """Decodes that attend over all rows of their requests. They need no index lists.
 
-    They are the first tokens of the batch, `query_len` a request.
+    They are the first tokens of the batch, `query_len` for each request.
 
     Attributes:
-        seq_lens: [B] int32, 0 of requests that tokens which pad the batch stand for.
-        block_table: [B, W] int32, of as many blocks as topk tokens take.
+        seq_lens: [B] int32, 0 for requests that are made of padding tokens.
+        block_table: [B, W] int32, W the blocks of topk tokens.
         query_len: query tokens of each.
-        plan: memory on the GPU in which the first layer's launch leaves how it divided rows, for the other layers.
+        plan: the first layer's launch leaves in it, on the GPU, how it divided the rows, and the other layers load it.
     """
 
     seq_lens: AnyArray
@@ -138,26 +139,27 @@ class SparseMLAMetadata:
     Attributes:
         num_reqs, max_query_len, max_seq_len, num_actual_tokens: as of the batch.
         query_start_loc: [R + 1] int32.
-        slot_mapping: [T] int64, where this step's tokens go; of a compressed cache, where the rows go that they
-            complete, -1 for tokens that complete none or pad the batch.
-        block_table: [R, M] int32, M fixed by the config; -1 past the blocks that the batch gave.
-        req_id_per_token: [T] int32, the request of each token; 0 for tokens that pad the batch.
+        slot_mapping: [T] int64 the slot of each token's row. With a compressed cache the slot of the row that the token
+            completes; -1 for tokens that complete none or pad the batch.
+        block_table: [R, M] int32, M fixed by the config; -1 behind the blocks that the batch gave.
+        req_id_per_token: [T] int32 request of each token; 0 for tokens that pad the batch.
         block_size: tokens a block.
         topk_tokens: KV tokens chosen for each query token.
         fp8_extra_metadata: None for a bf16 cache and for V4 layers.
-        fp8_use_mixed_batch: the whole batch goes to the FP8 decode kernel, one query a token.
-        dense_decodes: the decodes where these attend over all rows of their requests, without index lists; None where
-            they take lists. That is decided by the host's upper bounds of sequences' lengths: with the config's
-            `dense_when_short`, decodes of equally many query tokens each, of sequences of at most topk tokens, take the
-            dense way where it is faster. In batches with prefills so do the decodes that are launched apart from these,
-            as in separate mode. In a captured CUDA graph they take it only where no sequence can be longer than topk
-            (the config's `max_model_len`), since the choice must hold at every replay.
+        fp8_use_mixed_batch: the whole batch runs as `sparse_decode` over FP8 rows, each token as a request.
+        dense_decodes: the decodes that attend over all rows of their requests, without index lists; None: there are
+            none. With the config's `dense_when_short` there are some if all decodes have the same number of query
+            tokens, no sequence of theirs has more than topk tokens by the host's upper bounds, and attention without
+            lists is faster. In batches with prefills, decodes must also be launched apart from these, as in separate
+            mode. While a CUDA graph is captured the backend uses them only if the config's `max_model_len` is at most
+            topk, because the choice must hold at every replay.
         compress_ratio: of the config.
         compressed_seq_lens: [R] int32 complete compressed rows of each sequence; None without a compressed cache.
-        c128a_global_decode_topk_indices: [Td, 1, W] int32 slots of all rows that a decode token attends, -1 past them,
-            W the rows of the longest sequence, rounded up to a multiple of 128; None unless compressed 128:1.
-        c128a_decode_topk_lens: [Td] int32 how many these are, 0 for tokens that pad the batch.
-        c128a_prefill_topk_indices: [Tp, W] int32 the same for prefill tokens, as rows of the request.
+        c128a_global_decode_topk_indices: [Td, 1, W] int32 slots of all rows over which a decode token attends, -1
+            behind them. W is the number of rows of the longest sequence, rounded up to a multiple of 128. This and the
+            next two are None unless rows are compressed 128:1.
+        c128a_decode_topk_lens: [Td] int32 how many slots these are, 0 for tokens that pad the batch.
+        c128a_prefill_topk_indices: [Tp, W] int32 the same for prefill tokens, as numbers of rows of the request.
     """
 
     num_reqs: int
@@ -182,19 +184,32 @@ class SparseMLAMetadata:
 
 @dataclass(frozen=True)
 class _SeparateMode:
-    """A batch in separate mode, on the host."""
+    """A batch in separate mode, on the host.
 
-    counts: tuple[int, int, int, int]  # decodes, prefills, decode tokens, prefill tokens
-    chunks: list[tuple[int, int]] = field(default_factory=list)  # first request of the batch, end
-    workspace_starts: np.ndarray = field(default_factory=lambda: np.zeros(0, INT32))  # of all prefills
+    Attributes:
+        counts: decodes, prefills, decode tokens, prefill tokens.
+        chunks: the first request and the end of each chunk of prefills, in the batch.
+        workspace_starts: the first workspace row of each prefill.
+        chunk_rows: workspace rows of each chunk.
+    """
+
+    counts: tuple[int, int, int, int]
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    workspace_starts: np.ndarray = field(default_factory=lambda: np.zeros(0, INT32))
     chunk_rows: list[int] = field(default_factory=list)
 
 
 class _Dense(NamedTuple):
-    """Decodes that take the dense way."""
+    """`DenseDecodes` on the host.
 
-    requests: int  # those that tokens which pad the batch stand for included
-    live: int  # those that are there
+    Attributes:
+        requests: decodes, with those that are made of padding tokens.
+        live: decodes without those.
+        query_len: query tokens of each.
+    """
+
+    requests: int
+    live: int
     query_len: int
 
 
@@ -209,12 +224,11 @@ class SparseMLAMetadataBuilder:
         config: the layers and the engine's maxima.
         place: where the device arrays live: (kind of array, device), for instance ("torch", 0), ("cupy", 0) or
             ("numpy", cupy_mla.arrays.HOST); `Place.of(array)` gives that of an array.
-        num_blocks: blocks of the cache, to check slots and block tables against; None leaves them
-            unchecked.
+        num_blocks: blocks of the cache, against which slots and block tables are checked; None: they are not checked.
 
     Attributes:
         config, num_blocks: as given.
-        decode_threshold: most query tokens of a decode.
+        decode_threshold: a decode has at most so many query tokens.
     """
 
     def __init__(
@@ -252,14 +266,15 @@ class SparseMLAMetadataBuilder:
         """The metadata of one step.
 
         Args:
-            batch: where the device alone knows how long sequences are, with upper bounds for `seq_lens`.
-            seq_lens: [R] int32 where the device arrays live, the lengths of sequences instead of the batch's. None of
-                them may be greater than the batch says, which only `cupy_mla.set_checks` looks at.
-            positions: [T] int64 there, the tokens' places instead of the batch's. C128A layers alone read them.
+            batch: the step's batch. If only the device knows the lengths of sequences, its `seq_lens` are upper bounds.
+            seq_lens: [R] int32 lengths of the sequences where the device arrays live. They replace those of the batch
+                and must not be greater, which is checked only under `cupy_mla.set_checks`.
+            positions: [T] int64 positions of the tokens where the device arrays live. They replace those of the batch.
+                Only C128A layers read positions.
 
         Raises:
             ValueError: the batch exceeds a maximum of the config, its block table is too narrow for a sequence, or a
-                slot or a block of a sequence lies beyond the cache (with `num_blocks` given); the arrays stay as they
+                slot or a block of a sequence lies beyond the cache (with `num_blocks` given). The arrays stay as they
                 were.
         """
         config = self.config
@@ -316,14 +331,14 @@ class SparseMLAMetadataBuilder:
         return _SeparateMode(counts, chunks, np.concatenate(starts).astype(INT32), rows)
 
     def _dense(self, batch: BatchMetadata, mode: _SeparateMode | None) -> _Dense | None:
-        """The decodes that take the dense way, None where they take index lists."""
+        """The decodes that attend over all rows, or None: see `SparseMLAMetadata.dense_decodes`."""
         config = self.config
         if not config.dense_when_short:
             return None
         counts = split_decodes_and_prefills(batch, self.decode_threshold, True) if mode is None else mode.counts
         decodes, prefills, tokens, _ = counts
         lens = batch.query_lens[:decodes]
-        live = int(np.count_nonzero(lens))  # requests that pad the batch stand last
+        live = int(np.count_nonzero(lens))  # requests that pad the batch are the last ones
         query_len = int(lens.max(initial=0))
         if live == 0 or (prefills and mode is None) or (lens[:live] != query_len).any() or tokens % query_len:
             return None
@@ -342,7 +357,7 @@ class SparseMLAMetadataBuilder:
     def _write(
         self, host: dict[str, np.ndarray], batch: BatchMetadata, mode: _SeparateMode | None, dense: _Dense | None
     ) -> int:
-        """Fill the host's copies; entries past the batch with values that are safe for a captured graph to read."""
+        """Fill the host's copies. Entries behind the batch get values that a captured graph can read safely."""
         requests, tokens = batch.num_reqs, batch.num_actual_tokens
         req_id = np.repeat(np.arange(requests, dtype=INT32), batch.query_lens)
         fill(host["query_start_loc"], batch.query_start_loc, tokens)
@@ -402,11 +417,11 @@ def check_batch(
 
 
 def known_on_device(place: Place, batch: BatchMetadata, **given: AnyArray | None) -> dict[str, Any]:
-    """Those of lengths [R] and positions [T] that the device has and the caller gave, checked.
+    """Check lengths [R] and positions [T] that the caller gave as device arrays; returns them by name.
 
     Raises:
         TypeError, ValueError: an array has the wrong type, shape or device.
-        IndexError: under `cupy_mla.set_checks`: a sequence is longer than the batch says.
+        IndexError: a sequence is longer than the batch says; checked under `cupy_mla.set_checks`.
     """
     dtypes: dict[str, np.dtype] = {"seq_lens": INT32, "positions": INT64}
     lengths = {"seq_lens": batch.num_reqs, "positions": batch.num_actual_tokens}
@@ -420,15 +435,16 @@ def known_on_device(place: Place, batch: BatchMetadata, **given: AnyArray | None
 
 
 def fill(buffer: np.ndarray, values: Any, rest: int) -> None:
-    """Write values at the start of a buffer and `rest` in all entries after them."""
+    """Write values at the start of a buffer, and `rest` into all entries behind them."""
     buffer[: len(values)] = values
     buffer[len(values) :] = rest
 
 
 def fill_table(buffer: np.ndarray, batch: BatchMetadata) -> int:
-    """Write a batch's block table into the first rows of a buffer; returns how many these are.
+    """Write a batch's block table into the first rows of a buffer; returns the number of these rows.
 
-    Where the buffer is wider, -1 stands behind the table; where it is narrower, no sequence reaches what is left out.
+    If the buffer is wider than the table, the rest of a row is -1. If it is narrower, no sequence reaches the columns
+    that are left out.
     """
     requests, width = batch.num_reqs, min(batch.block_table.shape[1], buffer.shape[1])
     buffer[:requests, :width] = batch.block_table[:, :width]

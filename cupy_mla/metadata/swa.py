@@ -1,8 +1,8 @@
-"""Metadata of the sliding-window cache that every layer of DeepSeek V4 and V4.1 has: built once a step, shared by all
+"""Metadata of the sliding-window cache, which every layer of DeepSeek V4 and V4.1 has. It is built once a step for all
 layers.
 
-Every device array is a view of a buffer that is allocated once, at a fixed address, and sized by the config's maxima,
-so that a captured CUDA graph can read it at every replay.
+Every device array is a view of a buffer that is allocated once, at a fixed address, and sized by the config's maxima.
+So a captured CUDA graph can read it at every replay.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ from .uploads import Uploads
 
 @dataclass(frozen=True)
 class SparseSWAMetadata:
-    """One step's batch of R requests and T query tokens: Td of decodes, which stand first, and Tp of P prefills.
+    """One step's batch of R requests and T query tokens: first Td tokens of decodes, then Tp tokens of P prefills.
 
     Attributes:
         block_table: [R, M] int32 blocks of the sliding-window cache, M fixed by the config.
-        slot_mapping: [T] int64, where this step's tokens go.
+        slot_mapping: [T] int64 slot of each token's row.
         block_size: tokens a block.
         seq_lens: [R] int32.
         query_start_loc: [R + 1] int32.
         query_start_loc_cpu: the same on the host, NumPy.
-        is_valid_token: [T] bool, False for tokens that pad the batch (slot negative).
+        is_valid_token: [T] bool, False for tokens whose slot is negative: they pad the batch.
         token_to_req_indices: [T] int32 request of each token.
-        replay_start: [R] int32 first position of each sequence that the cache has rows of; 0: all are there.
-        left_visible, right_visible: [T] int32 positions of its image before each token and behind it; None unless the
-            config's max_image_tokens are more than 0.
-        decode_swa_indices: [Td, 1, window + max_image_tokens] int32 slots of each decode token's window, -1 past its
+        replay_start: [R] int32 first position of each sequence of which the cache has a row; 0: it has all.
+        left_visible, right_visible: [T] int32 positions of its image before each token and behind it; None if the
+            config's max_image_tokens is 0.
+        decode_swa_indices: [Td, 1, window + max_image_tokens] int32 slots of each decode token's window, -1 behind its
             length.
         decode_swa_lens: [Td] int32.
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens: how the batch is split.
         prefill_seq_lens: [P] int32.
-        prefill_gather_lens: [P] int32 tokens at the end of each prefill's sequence that its queries' windows reach.
-        prefill_seq_lens_cpu, prefill_gather_lens_cpu: the same on the host, NumPy; where the device alone knows
-            sequences' lengths, upper bounds.
-        schedules: by compress ratio, the schedule of the decode launches of each kind of layer, shared by its layers.
-        config: that it was built with.
+        prefill_gather_lens: [P] int32 tokens at the end of each prefill's sequence that the windows of its query tokens
+            reach.
+        prefill_seq_lens_cpu, prefill_gather_lens_cpu: the same on the host, NumPy; upper bounds if only the device
+            knows the lengths of sequences.
+        schedules: by compress ratio: the schedule that decodes of all layers of a kind share.
+        config: the builder's.
     """
 
     block_table: AnyArray
@@ -80,17 +81,17 @@ class SparseSWAMetadata:
     def get_prefill_chunk_plan(
         self, compress_ratio: int, prefill_chunk_size: int, has_compressed: bool | None = None
     ) -> list[tuple[int, int, int, int]]:
-        """How the prefills are cut into chunks whose rows are gathered side by side: by their real lengths.
+        """Divide the prefills into chunks of consecutive requests, whose rows are gathered at a time.
 
-        A chunk's workspace is [end - start, M, d_qk]: each request has N rows for its compressed rows, and from row N
-        on those of its window's tail. Requests are added while the workspace is no larger than that of
-        `prefill_chunk_size` requests of the greatest lengths that the config allows, so chunks of short sequences have
-        more of them.
+        A chunk's workspace is [end - start, M, d_qk]: each request has N rows for its compressed rows, and behind them
+        those for the tokens that its windows reach. A chunk has as many requests as fit the workspace of
+        `prefill_chunk_size` requests of the greatest length that the config allows. So chunks of short sequences have
+        more requests.
 
         Args:
             compress_ratio: of the layers.
             prefill_chunk_size: requests of the greatest lengths that the workspace holds.
-            has_compressed: whether the layers gather compressed rows; None: as layers of that ratio of the config's
+            has_compressed: whether the layers gather compressed rows; None: as layers of that ratio in the config's
                 model do.
 
         Returns:
@@ -130,12 +131,11 @@ class SparseSWAMetadataBuilder:
         config: the engine's maxima, the window, and the block size of the sliding-window cache.
         place: where the device arrays live; see `SparseMLAMetadataBuilder`.
         compress_ratios: the kinds of layers that the model has; None: all that models of its kind may have.
-        num_blocks: blocks of the cache, to check slots and block tables against; None leaves them
-            unchecked.
+        num_blocks: blocks of the cache, against which slots and block tables are checked; None: they are not checked.
 
     Attributes:
         config, num_blocks: as given.
-        decode_threshold: most query tokens of a decode; decodes of a batch may differ in theirs.
+        decode_threshold: a decode has at most so many query tokens. Decodes of a batch may have different numbers.
 
     Raises:
         ValueError: the config is not one of V4 or V4.1 layers, or a compress ratio is none of that model: 1, 4 and 128,
@@ -194,15 +194,15 @@ class SparseSWAMetadataBuilder:
         """The metadata of one step.
 
         Args:
-            batch: with the block table and the slots of the sliding-window cache; blocks that no window of the batch
-                reaches any more are not read. Where the device alone knows how long sequences are, with upper bounds
-                for `seq_lens`.
-            seq_lens: [R] int32 where the device arrays live, the lengths instead of the batch's; see
+            batch: with the block table and the slots of the sliding-window cache. Blocks that no window of the batch
+                reaches any more are not read. If only the device knows the lengths of sequences, `seq_lens` are upper
+                bounds.
+            seq_lens: [R] int32 lengths of the sequences where the device arrays live; see
                 `SparseMLAMetadataBuilder.build`.
 
         Raises:
             ValueError: the batch exceeds a maximum of the config, its block table is too narrow for a sequence, or a
-                slot or a block of a sequence lies beyond the cache (with `num_blocks` given); the arrays stay as they
+                slot or a block of a sequence lies beyond the cache (with `num_blocks` given). The arrays stay as they
                 were.
         """
         config = self.config
@@ -222,14 +222,14 @@ class SparseSWAMetadataBuilder:
         table = device["block_table"][:requests]
         token_to_req, is_valid = device["token_to_req"][:tokens], device["is_valid_token"][:tokens]
         replay_start, left, right = device["replay_start"][:requests], None, None
-        of_decodes: dict[str, Any] = {}
+        images: dict[str, Any] = {}
         if config.max_image_tokens:
             left, right = device["left_visible"][:tokens], device["right_visible"][:tokens]
-            of_decodes = {"left_visible": left[:decode_tokens], "right_visible": right[:decode_tokens]}
+            images = {"left_visible": left[:decode_tokens], "right_visible": right[:decode_tokens]}
         self._decode_lens[decode_tokens:] = 0
         indices, lens = compute_swa_indices_and_lens(
             starts, lengths, token_to_req[:decode_tokens], is_valid[:decode_tokens], table, config.block_size,
-            config.window, replay_start=replay_start, **of_decodes, max_image_tokens=config.max_image_tokens,
+            config.window, replay_start=replay_start, **images, max_image_tokens=config.max_image_tokens,
             out=self._decode_indices[:decode_tokens], lens=self._decode_lens[:decode_tokens],
         )  # fmt: skip
         gather_lens = compute_prefill_gather_lens(
@@ -266,7 +266,7 @@ class SparseSWAMetadataBuilder:
         )
 
     def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata) -> int:
-        """Fill the host's copies; entries past the batch with values that are safe for a captured graph to read."""
+        """Fill the host's copies. Entries behind the batch get values that a captured graph can read safely."""
         requests, tokens = batch.num_reqs, batch.num_actual_tokens
         fill(host["query_start_loc"], batch.query_start_loc, tokens)
         fill(host["seq_lens"], batch.seq_lens, 0)

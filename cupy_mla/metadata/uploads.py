@@ -1,4 +1,4 @@
-"""Metadata on its way to the GPU: arrays at fixed addresses that the host rewrites without waiting for the device."""
+"""Arrays at fixed addresses on a GPU, which the host rewrites without waiting for the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from ..dtypes import UINT8
 
 
 class _Field(NamedTuple):
-    start: int  # bytes
+    """An array: the first byte in the allocation, shape and dtype."""
+
+    start: int
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -22,10 +24,13 @@ class _Field(NamedTuple):
 class Uploads:
     """Named arrays at addresses that never change, which the host rewrites without waiting for the device.
 
-    The arrays lie in one allocation, in the order given, and go up together in one asynchronous copy from pinned
-    memory on the caller's current stream. The host writes into a staging area whose last copy has ended; there are
-    two, and when it runs further ahead than that it makes another, so it never waits. For a place on the host,
-    writing is all there is.
+    The arrays lie in one allocation, in the order given. One asynchronous copy from pinned memory on the caller's
+    current stream uploads all. The host writes into a staging area whose last copy has ended. There are two; if neither
+    is free, it makes another one, so it never waits. In a place on the host it writes the arrays themselves.
+
+    Args:
+        place: where the arrays live.
+        fields: shape and dtype of each array by its name.
 
     Attributes:
         arrays: the arrays by name, zeros before the first upload.
@@ -47,8 +52,8 @@ class Uploads:
         """Rewrite the arrays.
 
         Args:
-            write: fills the host's copies of the arrays, whose old contents are arbitrary, and returns how many rows
-                of the last one are to go up; all others go up whole.
+            write: fills the host's copies of the arrays, whose contents are arbitrary before. It returns how many rows
+                of the last one are to be uploaded; all others are uploaded as a whole.
         """
         if not self.place.on_gpu:
             write({name: describe(name, array).numpy() for name, array in self.arrays.items()})
@@ -65,13 +70,13 @@ class Uploads:
         staging.copy(whole.ptr, size, self.place.stream())
 
     def put(self, known: dict[str, Any]) -> None:
-        """Write arrays that the device has at the start of those of the same name, in order after the last upload."""
+        """Copy arrays on the device to the start of those of the same name, in order behind the last upload."""
         for name, values in known.items():
             self.arrays[name][: len(values)] = values
 
 
 class _Staging:
-    """Pinned host memory, and the event that says when the last copy out of it has ended."""
+    """Pinned host memory, and an event that is done when the last copy from it has ended."""
 
     def __init__(self, device: int, size: int) -> None:
         self._cuda = require_cupy("a CUDA array").cuda
@@ -81,9 +86,11 @@ class _Staging:
             self.bytes = np.frombuffer(self._cuda.alloc_pinned_memory(size), np.uint8, size)
 
     def free(self) -> bool:
+        """Whether the memory may be written."""
         return self._copied.done
 
     def copy(self, to: int, size: int, stream: int) -> None:
+        """Copy the first `size` bytes to an address of the device, asynchronously on a stream."""
         runtime = self._cuda.runtime
         with self._cuda.Device(self._device):
             runtime.memcpyAsync(to, self.bytes.ctypes.data, size, runtime.memcpyHostToDevice, stream)

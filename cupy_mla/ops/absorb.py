@@ -1,9 +1,9 @@
 """Weight absorption: attention over latent rows instead of expanded keys and values.
 
-MLA expands a latent row `c` into a key `W_UK c` and a value `W_UV c` a head. Both are linear, so the first can be moved
-to the query (`q . (W_UK c) = (W_UK' q) . c`) and the second behind the softmax: the cache then holds one latent row a
-token for all heads, which is what the sparse kernels read. Both steps are one matrix product a head, and the
-caller's own library does them.
+MLA expands a latent row `c` into a key `W_UK c` and a value `W_UV c` for each head. Both are linear. So the first can
+be applied to the query (`q . (W_UK c) = (W_UK' q) . c`), and the second after the softmax. The cache then holds one
+latent row a token for all heads, and the sparse kernels read it. Both steps are one matrix product for each head, which
+the caller's own library computes.
 
 Source: DeepSeek-V2, section 2.1.2.
 """
@@ -42,8 +42,8 @@ def split_kv_b_proj(weight: A, num_heads: int, d_nope: int, *, scales: AnyArray 
             must begin at a multiple of 128.
 
     Returns:
-        w_uk [512, num_heads, d_nope] and w_uv [512, num_heads, d_v], views of `weight`; of an FP8 one views of a new
-        bfloat16 array, its values times their scales, rounded once.
+        w_uk [512, num_heads, d_nope] and w_uv [512, num_heads, d_v], views of `weight`. For an FP8 weight they are
+        views of a new bfloat16 array: values times their scales, rounded once.
 
     Raises:
         TypeError, ValueError: `weight` or `scales` has the wrong type, shape or place, or `weight` does not split into
@@ -72,7 +72,7 @@ def split_kv_b_proj(weight: A, num_heads: int, d_nope: int, *, scales: AnyArray 
 
 @traceable
 def absorb_q(q_nope: A, w_uk: AnyArray) -> A:
-    """Move the key expansion to the query: `out[t, h] = w_uk[:, h] @ q_nope[t, h]`.
+    """Apply the key expansion to the query: `out[t, h] = w_uk[:, h] @ q_nope[t, h]`.
 
     Args:
         q_nope: [T, h, d_nope] bfloat16 or float32, any strides.
@@ -123,7 +123,7 @@ def v_up_proj(x: A, w_uv: AnyArray) -> A:
 
 
 def dequantized(library: Library, weight: Any, scales: Any) -> Any:
-    """An FP8 weight [m, n], one scale for each block of its values, as bfloat16."""
+    """An FP8 weight [m, n], with one scale for each block of its values, as bfloat16."""
     for axis, length in enumerate(weight.shape):
         scales = library.repeated(scales, SCALE_BLOCK, axis)
         scales = scales[:length] if axis == 0 else scales[:, :length]
@@ -138,10 +138,10 @@ def split_by_head(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]:
 
 
 def product_by_head(kind: str, x: Any, weight: Any) -> Any:
-    """[T, h, k] times [h, k, n] gives [T, h, n]: one matrix product a head."""
+    """[T, h, k] times [h, k, n] gives [T, h, n]: one matrix product for each head."""
     by_head = x.swapaxes(0, 1)
     if kind == "torch":
         return (by_head @ weight).swapaxes(0, 1)
-    # NumPy has no bfloat16 product and CuPy 14 none in batches: multiply in float32, round once.
+    # NumPy has no bfloat16 product, and CuPy 14 none for batches. So multiply in float32 and round once.
     product = by_head.astype(np.float32, copy=False) @ weight.astype(np.float32, copy=False)
     return product.astype(x.dtype, copy=False).swapaxes(0, 1)

@@ -119,7 +119,7 @@ def sparse_prefill(
 
 
 class GivenPrefill(NamedTuple):
-    """The arrays of a prefill as a front door is given them: those of `sparse_prefill`, and scales."""
+    """The arrays of a prefill as a front door gets them."""
 
     q: Any
     kv: Any
@@ -132,7 +132,7 @@ class GivenPrefill(NamedTuple):
 
 
 def prefill(given: GivenPrefill, sm_scale: float, d_v: int) -> tuple[Any, Any, Any]:
-    """What `sparse_prefill` does, for the front doors."""
+    """The body of `sparse_prefill`, for the front doors, too."""
     q, kv, indices, attn_sink, topk_length, out, q_scale, k_scale = given
     require_known()
     place, (q_, kv_, idx) = bind(q=q, kv=kv, indices=indices)
@@ -265,15 +265,16 @@ def planned_decode(
     plan: Plan,
     **others: Any,
 ) -> tuple[A, A]:
-    """`sparse_decode` of the layers of a step, for the backends: calls with one plan divide their lists alike.
+    """`sparse_decode` for the layers of a step, called by the backends. Calls with the same plan divide their lists in
+    the same way.
 
     Args:
-        ends: [b] int32, where each request's lists end; -1 stands behind.
-        others: arrays under the names that `Given` has for them.
+        ends: [b] int32 where each request's lists end; entries behind are -1.
+        others: arrays under their names in `Given`.
     """
     scale = require_scale("sm_scale", sm_scale)
     given = Given(q, k_cache, indices, topk_length=ends, out=out, **others)
-    return decode(given, scale, num_splits, plan=plan, alike=True)
+    return decode(given, scale, num_splits, plan=plan, padded=True)
 
 
 @operation
@@ -289,12 +290,12 @@ def decode_of_step(
     extra_layout: str | None = None,
     **others: Any,
 ) -> tuple[A, A]:
-    """`sparse_decode` of the layers of one kind in a step, for V4's backend: calls with one plan divide their lists
-    alike, for these end at the same places in all layers.
+    """`sparse_decode` for the layers of one kind in a step, called by V4's backend. Calls with the same plan divide
+    their lists in the same way, because lists end at the same places in all layers.
 
     Args:
-        layout, extra_layout: as of `sparse_decode`.
-        others: arrays under the names that `Given` has for them.
+        layout, extra_layout: as for `sparse_decode`.
+        others: arrays under their names in `Given`.
     """
     scale = require_scale("sm_scale", sm_scale)
     door = Door(layout=layout, extra_layout=extra_layout)
@@ -302,7 +303,7 @@ def decode_of_step(
 
 
 class Given(NamedTuple):
-    """The arrays of a decode as a front door is given them: those of `sparse_decode`, and scales."""
+    """The arrays of a decode as a front door gets them."""
 
     q: Any
     k_cache: Any
@@ -319,12 +320,12 @@ class Given(NamedTuple):
 
 
 class Door(NamedTuple):
-    """What a front door says that `sparse_decode` and `dense_decode` are not told.
+    """What a front door (`sparse_decode`, `dense_decode`, `flash_mla`) says beside arrays and settings.
 
     Attributes:
-        is_fp8_kvcache: must agree with `k_cache` where it is given.
-        layout, extra_layout: names of the layouts of `k_cache` and of `extra_k_cache`, where they are given.
-        names: what it calls arguments, by the names that they have.
+        is_fp8_kvcache: whether `k_cache` is FP8, with which it must agree; None: not said.
+        layout, extra_layout: names of the layouts of `k_cache` and `extra_k_cache`; None: not said.
+        names: its names of arguments, where they differ, by their names here. For error messages.
     """
 
     is_fp8_kvcache: bool | None = None
@@ -333,13 +334,13 @@ class Door(NamedTuple):
     names: Mapping[str, str] = MappingProxyType({})
 
     def name(self, argument: str) -> str:
-        """What it calls an argument."""
+        """Its name of an argument."""
         return self.names.get(argument, argument)
 
     def check_cache(
         self, cache: Array, q: Array, among: Sequence[layouts.Layout] = layouts.ATTENTION_LAYOUTS
     ) -> tuple[layouts.Layout, tuple[int, int, int]]:
-        """The layout of `k_cache`, which must agree with what is said of it and fit q; and q's b, s_q and h_q."""
+        """Check `k_cache` against q and what the door says; its layout, and q's b, s_q and h_q."""
         layout = cache_layout(cache, among, asked=self.layout, asked_by=self.name("layout"))
         if self.is_fp8_kvcache is not None and self.is_fp8_kvcache != layout.quantized:
             raise ValueError(f"is_fp8_kvcache is {self.is_fp8_kvcache}, but k_cache has the layout {layout.name}")
@@ -367,16 +368,16 @@ def decode(
     num_splits: int | None,
     batch_invariant: bool = False,
     plan: Plan | None = None,
-    alike: bool = False,
+    padded: bool = False,
     door: Door = NO_DOOR,
 ) -> tuple[Any, Any]:
-    """What `sparse_decode` does, for the front doors.
+    """The body of `sparse_decode`, for the front doors, too.
 
     Args:
         scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
-        plan: of the calls that divide their lists alike, which end at the same places.
-        alike: `topk_length` says where lists end, and -1 stands behind; it does not say how the call is to be divided:
-            lists are full more often than not, and layers of a step end theirs at the same places.
+        plan: calls whose lists end at the same places may share it.
+        padded: lists are padded with -1 behind `topk_length`. So the lengths need not decide how the call is divided:
+            most lists are full, and those of the other layers of a step end at the same places.
     """
     q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, *rest = given
     out, lse, q_scale, k_scale = rest
@@ -414,7 +415,7 @@ def decode(
     out_ = place.output("out", out_, (b, s_q, h_q, D_V), BFLOAT16)
     lse_ = place.output("lse", lse_, (b, h_q, s_q), FLOAT32)
     scale = layout.d_qk**-0.5 if scale is None else scale
-    launcher = partial(cuda.sparse_decode, batch_invariant=batch_invariant, plan=plan, alike=alike)
+    launcher = partial(cuda.sparse_decode, batch_invariant=batch_invariant, plan=plan, padded=padded)
     arguments = Decode(
         layout, q_, cache, idx, scale, q_scale, k_scale, sink, length, extra, extra_idx, extra_length,
         extra_layout if extra_layout is not layout else None, num_splits, out_, lse_,
@@ -431,13 +432,19 @@ def plan_splits(
     quantized: bool = True,
     batch_invariant: bool = False,
 ) -> int:
-    """How many splits `sparse_decode` would choose for each query's rows: enough to fill the GPU, 1 on the CPU.
+    """How many splits `sparse_decode` would choose for each query's rows. On the CPU 1.
 
-    0 where it would divide all rows of the call evenly over the GPU, wherever in a list that may be.
+    0 means that it would divide all rows of the call evenly over the GPU, so that splits may end anywhere in a list.
 
     Args:
         q, indices, extra_indices, batch_invariant: as for `sparse_decode`.
-        quantized: whether the cache is an FP8 one. Blocks of a bf16 one are taken to follow one another without gaps.
+        quantized: whether the cache is FP8. Blocks of a bf16 cache are taken to have no gaps between them.
+
+    Returns:
+        the number of splits.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or device.
 
     Example:
         >>> q, indices = np.zeros((1, 1, 16, 576), bfloat16), np.zeros((1, 1, 2048), np.int32)

@@ -78,15 +78,15 @@ def sparse_prefill_backward(
 
     Args:
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length: those of the forward.
-        out: [s_q, h_q, 512] bfloat16, the forward's, the sink applied.
-        lse: [s_q, h_q] float32, the forward's: natural logarithm, over the rows alone.
+        out: [s_q, h_q, 512] bfloat16, the forward's result, with the sink applied.
+        lse: [s_q, h_q] float32, the forward's result: natural logarithm, over the rows alone.
         dout: [s_q, h_q, 512] bfloat16, the gradient that arrives for out.
-        d_lse: [s_q, h_q] float32, the gradient that arrives for lse; none where it is left out.
-        dq_dtype, dkv_dtype: of what is allocated. Arrays that are given may have either dtype.
+        d_lse: [s_q, h_q] float32, the gradient that arrives for lse; None: 0.
+        dq_dtype, dkv_dtype: of results that are allocated. Arrays that are given may have either dtype.
         accumulate: add to what `dkv` holds, which must be given and float32: for micro-batches, or parts of a batch.
-        max_workspace_bytes: most memory beside the results, on a GPU; more query tokens are worked on in chunks, of
-            one token at least. A token takes about `2 * topk * d_qk * ceil(h_q / 64)` bytes, and as many bytes again on
-            GPUs with less than 163 KB of shared memory a CTA, where h_q is above 32.
+        max_workspace_bytes: limit of the memory beside the results, on a GPU. Query tokens are worked on in chunks
+            that fit it, of at least one token. A token takes about `2 * topk * d_qk * ceil(h_q / 64)` bytes, and as
+            many bytes again on GPUs with less than 163 KB of shared memory a CTA, where h_q is above 32.
         dq: [s_q, h_q, d_qk] bfloat16 or float32, written in place when given.
         dkv: [s_kv, 1, d_qk] bfloat16 or float32, written in place when given.
         d_sink: [h_q] float32, written in place when given; goes with `attn_sink`.
@@ -148,12 +148,12 @@ def sparse_prefill_backward(
 
 
 def dtype_of(given: arrays.Array | None, name: GradientDtype) -> np.dtype:
-    """The dtype of a result: that of the given array where it may have it."""
+    """The dtype of a result: that of the given array if a gradient may have it, else `name`."""
     return given.dtype if given is not None and given.dtype in DTYPES.values() else DTYPES[name]
 
 
 def require_lists(indices: arrays.Array, tokens: int, rows: int, length: arrays.Array | None) -> int:
-    """Check index lists, and drop their axis of KV heads; returns how many entries they have."""
+    """Check index lists, and drop their axis of KV heads; returns topk."""
     topk = indices.require(INT32, tokens, 1, "topk").without_axis(1).shape[1]
     if length is not None:
         length.require(INT32, tokens)
@@ -163,7 +163,7 @@ def require_lists(indices: arrays.Array, tokens: int, rows: int, length: arrays.
 
 
 def require_sums(name: str, given: arrays.Array | None, *shape: int) -> None:
-    """Check what `accumulate` adds to."""
+    """Check the array to which `accumulate` adds."""
     if given is None:
         raise ValueError(f"accumulate: {name}, to which is added, must be given")
     given.require(FLOAT32, *shape)

@@ -23,7 +23,8 @@ __all__ = ["concat_and_cache_mla", "empty_cache", "quantize_and_insert_k_cache",
 
 SCALE_FORMATS = ("fp32", "ue8m0")
 SCALE_ROUNDINGS = ("up", "nearest")
-LAYOUTS = tuple(layout for layout in ATTENTION_LAYOUTS if not layout.of_v4)  # `concat_and_cache_mla` writes
+LAYOUTS = tuple(layout for layout in ATTENTION_LAYOUTS if not layout.of_v4)  # `concat_and_cache_mla` writes these
+# The operation that writes each layout, for messages.
 WRITERS = {
     **dict.fromkeys(LAYOUTS, "concat_and_cache_mla"), **dict.fromkeys(QUANTIZED_OF_V4, "quantize_and_insert_k_cache"),
     **dict.fromkeys(INDEXER_LAYOUTS, "indexer_k_quant_and_cache"),
@@ -144,7 +145,7 @@ def unpack_rows(
     k_scale: CallScale | None = None,
     layout: PagedLayout | None = None,
 ) -> A:
-    """Rows of a paged cache of any layout as numbers: what attention, or the indexer, sees in them.
+    """Rows of a paged cache of any layout as numbers, as attention or the indexer reads them.
 
     Args:
         cache: [num_blocks, block_size, (1,) last axis] in any layout, told by dtype and last axis: bfloat16 of 576 or
@@ -156,8 +157,7 @@ def unpack_rows(
         layout: its name, as of `empty_cache`; default: told by `cache`.
 
     Returns:
-        [n, d_qk] float32: 576 or 512 values, of keys of the indexer 128; `float(code) * scale` where they are
-        quantized.
+        [n, d_qk] float32: 576 or 512 values, or 128 for keys of the indexer; quantized ones are `float(code) * scale`.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -191,10 +191,11 @@ def empty_cache(
     *,
     d_qk: int = 576,
 ) -> Any:
-    """A paged cache that holds no token yet: zeros, its blocks as far apart as the layout's writers have them.
+    """A paged cache of zeros, with the block stride that the layout's writers use.
 
-    Blocks of V4_FP8 begin at multiples of 576 bytes from the first one, as FlashMLA wants them, so there are gaps
-    between them. Those of all other layouts follow one another.
+    Blocks of V4_FP8 begin at multiples of 576 bytes from the first one, as FlashMLA requires, so there are gaps between
+    them. Blocks of V41_FP8_SPLIT and V41_FP4_SPLIT begin at multiples of 512 bytes. Blocks of all other layouts follow
+    one another.
 
     Args:
         layout: one of `cupy_mla.layouts`, or its name: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla"), "v4_fp8", "plain_fp8"
@@ -202,16 +203,16 @@ def empty_cache(
             "nvfp4_ds_mla"), "v4_nvfp4", "v41_fp4", "v41_fp4_split", and "indexer_fp8" or "indexer_mxfp4" for
             keys of the indexer.
         num_blocks: blocks of the cache.
-        block_size: rows a block: tokens, or of a compressed cache `block_size // compress_ratio` of its config.
+        block_size: rows a block: tokens, or in a compressed cache `block_size // compress_ratio` of the config.
         place: where it lives: (kind of array, device), for instance ("torch", 0); `Place.of(array)` gives that of an
             array.
         d_qk: width of rows in layouts "bf16", "fp16" and "plain_fp8": 576, or 512 of models without RoPE.
 
     Returns:
-        [num_blocks, block_size, last axis] bfloat16, float16, or uint8 of FP8 layouts.
+        [num_blocks, block_size, last axis] bfloat16, float16, or in quantized layouts uint8.
 
     Raises:
-        TypeError, ValueError: there is no such layout or place, or a number is none or too small.
+        TypeError, ValueError: there is no such layout or place, or a number has the wrong type or is too small.
         RuntimeError: the library, or the GPU, is missing.
 
     Example:
@@ -229,7 +230,7 @@ def empty_cache(
 
 
 def _rope_widths(layout: layouts.Layout) -> int | tuple[int, ...]:
-    """RoPE values that a token may bring. A row of D_V values has no room for them; FP8 rows may do without."""
+    """The numbers of RoPE values that tokens may have. Rows of D_V values have no room for them; FP8 rows need none."""
     if not layout.rope_apart:
         return 0
     rope = layout.d_qk - D_V

@@ -1,8 +1,8 @@
-"""Candidate blocks of the indexer: a layer chooses blocks of keys, and later layers score the keys of these alone.
+"""Candidate blocks of the indexer: one layer chooses blocks of keys, and later layers score only the keys in them.
 
 A block is 8 neighbouring keys of a request: block c has the keys at positions 8 c to 8 c + 7. One layer scores all
-keys, and chooses for each query token the blocks with the largest logits (`candidate_blocks`, or `select_rows` and
-`select_rows_paged` beside what they choose). The layers after it read 8 C keys of C blocks, not the whole context.
+keys, and chooses for each query token the blocks with the largest logits (`candidate_blocks`; `select_rows` and
+`select_rows_paged` do so on request). The layers after it read the 8 C keys of C blocks, not the whole context.
 
 Source: DeepSeek-V4.1, whose layer 20 chooses 2048 blocks for the index layers after it.
 """
@@ -38,7 +38,7 @@ def candidate_blocks(
     """The blocks of 8 logits that have the largest logits of each row's range.
 
     A block's score is its largest logit. The range's last block, which may be shorter, and blocks with a NaN are chosen
-    before all others. Of equal scores those of lower blocks are taken.
+    before all others. Of blocks with equal scores the lower ones are chosen.
 
     Args:
         logits: [M, N] float32, any row stride.
@@ -99,7 +99,7 @@ def candidate_logits(
         candidates: [T, C] int32 numbers of blocks, as `candidate_blocks` returns them: at most as many as the token
             has, which are the first of the row, then -1.
         lens: [T] int32 keys that each token sees.
-        req_id: [T] int32 request of each token; those of a request that the block table has not see nothing.
+        req_id: [T] int32 request of each token. Tokens of a request that the block table does not have see no keys.
         block_table: [R, width] int32 blocks of each request.
         out: [T, 8 * C] float32, written in place when given.
 
@@ -152,7 +152,8 @@ def select_candidate_rows(
         q8, kv_cache, w, candidates, lens, req_id, block_table: as for `candidate_logits`. Of a token with more blocks
             than C, the last candidate is its last block, as `candidate_blocks` has it.
         k: 1 to 4096.
-        max_workspace_bytes: most memory that logits take; more tokens are worked on in chunks, of one at least.
+        max_workspace_bytes: limit of the memory for logits. Tokens are worked on in chunks that fit it, of at least
+            one.
         out: [T, k] int32, written in place when given.
 
     Returns:
@@ -186,7 +187,7 @@ def select_candidate_rows(
 
 
 def _require(of: CandidateKeys) -> tuple[int, int]:
-    """Check the arrays of logits over candidate blocks; returns how many tokens there are, and blocks of each."""
+    """Check the arrays of logits over candidate blocks; returns the numbers of tokens and of blocks for each."""
     cuda_logits.require_known()
     tokens, heads, _ = require_rows(of.q8.require(QUANTIZED, "T", HEADS, D)).shape
     indexer_layout(of.cache)

@@ -1,9 +1,9 @@
 """Operations on the index lists of DeepSeek V4's and V4.1's compressed rows: one row for every `compress_ratio` tokens.
 
-The token that completes a group of `compress_ratio` tokens owns their row: the one at position p with
-`(p + 1) % compress_ratio == 0` owns compressed position `p // compress_ratio`. A query token at position p may attend
-the `(p + 1) // compress_ratio` rows that are complete by then: those that an indexer chose (C4A of V4, C1A and C2A of
-V4.1) or all (C128A).
+The token that completes a group of `compress_ratio` tokens owns their row: the token at position p with
+`(p + 1) % compress_ratio == 0` owns compressed position `p // compress_ratio`. For a query token at position p,
+`(p + 1) // compress_ratio` rows are complete. It attends over those that an indexer chose (C4A of V4, C1A and C2A of
+V4.1) or over all (C128A).
 
 `block_size` is that of the compressed cache, in compressed rows.
 
@@ -51,7 +51,7 @@ def compute_global_topk_indices_and_lens(
         token_to_req: [T] int32 request of each token.
         block_table: [R, M] int32 blocks of each request.
         block_size: rows a block.
-        is_valid_token: [T] bool; a token that is not valid counts 0.
+        is_valid_token: [T] bool; a token that is not valid has a count of 0.
         block_stride_rows: as for `cupy_mla.convert_req_index_to_global_index`.
         out: [T, K] int32, written in place when given; may be `topk_indices` itself.
         lens: [T] int32, written in place when given.
@@ -111,22 +111,22 @@ def get_compressed_slot_mapping(
 
     The query tokens of a request are the last ones of its sequence.
 
-    Where ranks share the rows of each sequence out (decode context parallelism), the row at compressed position c lies
-    on rank `c // cp_interleave % dcp_world_size`, as that rank's row
+    In decode context parallelism the rows of each sequence are distributed over ranks. The row at compressed position c
+    lies on rank `c // cp_interleave % dcp_world_size`, as that rank's row
     `c // (dcp_world_size * cp_interleave) * cp_interleave + c % cp_interleave`.
 
     Args:
         num_tokens: query tokens, T.
-        query_start_loc: [R + 1] int32 first token of each request; a token past the last one's belongs to none.
+        query_start_loc: [R + 1] int32 first token of each request. Tokens behind the last request own no row.
         seq_lens: [R] int32 tokens of each sequence, those of this step included.
         block_table: [R, M] int32 blocks of each request.
         block_size: rows a block.
         compress_ratio: tokens that a row stands for.
         out: [T'] int64 with T' >= T, when given: written in place, -1 from T on.
-        slot_mapping: [at least T] int64 slots that the tokens themselves go to: a token with a negative one, which
-            pads the batch, gets -1; None: all tokens count.
-        dcp_world_size, dcp_rank: ranks that share the rows out, and this one's number.
-        cp_interleave: compressed rows that lie side by side on a rank; `block_size` is a multiple of it.
+        slot_mapping: [at least T] int64 slots of the tokens themselves. A token with a negative slot, which pads the
+            batch, gets -1. None: no tokens pad.
+        dcp_world_size, dcp_rank: the number of ranks, and the number of this one.
+        cp_interleave: consecutive compressed rows that lie on one rank; `block_size` must be a multiple of it.
 
     Returns:
         [T] int64: the first T entries of `out`. -1 also where the row's block does not exist, or is another rank's.
@@ -162,7 +162,7 @@ def write_compressed_slot_mapping(
     dcp_rank: int = 0,
     cp_interleave: int = 1,
 ) -> Any:
-    """As `get_compressed_slot_mapping`, the whole of `out`."""
+    """`get_compressed_slot_mapping`, but it returns the whole of `out`."""
     num_tokens = require_integer("num_tokens", num_tokens, 0)
     block_size = require_integer("block_size", block_size, 1)
     compress_ratio = require_integer("compress_ratio", compress_ratio, 1)
@@ -207,9 +207,9 @@ def build_c128a_topk_metadata(
     prefill_indices: AnyArray,
     max_compressed_tokens: int,
 ) -> tuple[A, A, A]:
-    """Index lists of layers whose query tokens attend every complete compressed row (C128A).
+    """Index lists of layers whose query tokens attend over every complete compressed row (C128A).
 
-    A token at position p attends `n = min((p + 1) // compress_ratio, max_compressed_tokens)` rows, 0 .. n - 1. The
+    A token at position p attends over `n = min((p + 1) // compress_ratio, max_compressed_tokens)` rows, 0 .. n - 1. The
     first `num_decode_tokens` tokens get their slots, the others the numbers themselves.
 
     Args:
@@ -223,7 +223,7 @@ def build_c128a_topk_metadata(
         decode_indices: [Td, W] int32 with Td >= num_decode_tokens, W >= max_compressed_tokens; written in place.
         decode_lens: [Td] int32, written in place.
         prefill_indices: [Tp, W'] int32 with Tp >= T - num_decode_tokens, W' >= max_compressed_tokens; written in place.
-        max_compressed_tokens: most rows a sequence has.
+        max_compressed_tokens: rows of the longest sequence.
 
     Returns:
         the written parts of the three: [num_decode_tokens, W] slots, -1 past n and where a block does not exist,
@@ -255,7 +255,7 @@ def build_c128a_topk_metadata(
 
 
 def _first(array: Any, rows: int) -> Any:
-    """The first rows of an array; where they are all, the array itself, which costs the host less than a view."""
+    """The first rows of an array. If these are all, it is the array itself, which takes less host time than a view."""
     return array if rows == array.shape[0] else array[:rows]
 
 
@@ -273,7 +273,7 @@ def write_c128a_topk_metadata(
     prefill_indices: AnyArray,
     max_compressed_tokens: int,
 ) -> None:
-    """As `build_c128a_topk_metadata`, which returns what this writes."""
+    """`build_c128a_topk_metadata` without its results, which are views of what this writes."""
     block_size = require_integer("block_size", block_size, 1)
     compress_ratio = require_integer("compress_ratio", compress_ratio, 1)
     max_compressed_tokens = require_integer("max_compressed_tokens", max_compressed_tokens, 0)

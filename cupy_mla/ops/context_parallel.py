@@ -1,7 +1,7 @@
-"""Context parallelism: the rows of every request are divided over ranks, each of which attends over its own.
+"""Context parallelism: the rows of every request are distributed over ranks, and each rank attends over its own.
 
-Token i of a request lies on rank `(i // interleave) % world_size`. A rank keeps its tokens in their order, renumbered
-from 0, in a cache of its own; `cupy_mla.integrations.distributed` moves between ranks what they have to know.
+Token i of a request lies on rank `(i // interleave) % world_size`. A rank keeps its tokens in their order, numbered
+from 0, in a cache of its own. `cupy_mla.integrations.distributed` exchanges data between ranks.
 
 Source: the decode context parallelism of vLLM; the merge of partial results by lse is that of FlashAttention's splits.
 """
@@ -26,7 +26,7 @@ MAX_RANKS, MAX_INTERLEAVE = 1 << 10, 1 << 20  # their product fits int32
 
 
 def _require_ranks(world_size: int, rank: int, interleave: int) -> tuple[int, int, int]:
-    """Check how tokens are divided over ranks."""
+    """Check how tokens are distributed over ranks."""
     world_size = require_integer("world_size", world_size, 1, MAX_RANKS)
     rank = require_integer("rank", rank, 0, world_size - 1, "below world_size")
     return world_size, rank, require_integer("interleave", interleave, 1, MAX_INTERLEAVE)
@@ -40,7 +40,7 @@ def local_seq_lens(seq_lens: A, world_size: int, rank: int, interleave: int = 1,
         seq_lens: [R] int32 tokens of each request.
         world_size: number of ranks, 1 to 1024.
         rank: 0 to `world_size - 1`.
-        interleave: neighbouring tokens that lie on the same rank, 1 to 2**20.
+        interleave: consecutive tokens that lie on one rank, 1 to 2**20.
         out: [R] int32, written in place when given; may be `seq_lens` itself.
 
     Returns:
@@ -78,19 +78,19 @@ def localize_topk(
     out: A | None = None,
     topk_length: A | None = None,
 ) -> tuple[A, A]:
-    """Keep those of each query token's chosen positions that lie on a rank, as positions in the rank's own cache.
+    """The chosen positions of each query token that lie on a rank, as positions in the rank's own cache.
 
     Position i of rank `(i // interleave) % world_size` becomes
-    `i // (interleave * world_size) * interleave + i % interleave`. Those of the rank come first, in their order.
+    `i // (interleave * world_size) * interleave + i % interleave`. The order of positions does not change.
 
     Args:
-        topk_indices: [T, K] int32 positions in the token's request; negative ones are none.
+        topk_indices: [T, K] int32 positions in the token's request; negative entries are ignored.
         world_size, rank, interleave: as for `local_seq_lens`.
         out: [T, K] int32, written in place when given; may be `topk_indices` itself.
         topk_length: [T] int32, written in place when given.
 
     Returns:
-        [T, K] int32, -1 behind the last one, and how many there are, [T] int32.
+        [T, K] int32 positions on the rank, -1 behind the last; and [T] int32 how many there are.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -122,19 +122,20 @@ def globalize_topk(
     values: A | None = None,
     out: A | None = None,
 ) -> tuple[A, A]:
-    """What a rank passes on to `merge_topk`: the logits of its chosen keys, and their positions in the request.
+    """What a rank sends to `merge_topk`: the logits of its chosen keys, and their positions in the request.
 
     The rank's token i has position `(i // interleave * world_size + rank) * interleave + i % interleave`.
 
     Args:
-        logits: [T, width] float32 of the rank's keys.
-        topk_indices: [T, K] int32 which of them `topk_indices` chose; those outside 0 to `width - 1` are none.
+        logits: [T, width] float32 logits of the rank's keys.
+        topk_indices: [T, K] int32 keys that `topk_indices` chose; entries outside of 0 to `width - 1` are ignored.
         world_size, rank, interleave: as for `local_seq_lens`.
         values: [T, K] float32, written in place when given.
         out: [T, K] int32, written in place when given.
 
     Returns:
-        [T, K] float32 logits and [T, K] int32 positions, which must fit int32; -inf and -1 of entries that are none.
+        [T, K] float32 logits and [T, K] int32 positions, which must fit int32; -inf and -1 for entries that are
+        ignored.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -161,19 +162,20 @@ def globalize_topk(
 
 @operation
 def merge_topk(values: A, positions: AnyArray, k: int, *, out: A | None = None) -> A:
-    """Choose each query token's k largest logits among those that the ranks found: what one rank with all keys finds.
+    """Choose each query token's k largest logits of all ranks, which are those that one rank with all keys would
+    choose.
 
-    Each rank passes on the keys that it chose, by `globalize_topk`. Exact and deterministic: of equal logits those at
-    lower positions are taken (+0 and -0 are equal), and NaN is less than every number.
+    Each rank sends the keys that it chose (`globalize_topk`). The choice is exact and deterministic: of equal logits
+    those at lower positions are chosen (+0 and -0 are equal), and NaN is less than every number.
 
     Args:
-        values: [N, T, K] float32 logits that N ranks found, in any order; any strides with a contiguous last axis.
-        positions: [N, T, K] int32 their positions in the request, each at most once; negative ones are none.
+        values: [N, T, K] float32 logits from N ranks, in any order; any strides with a contiguous last axis.
+        positions: [N, T, K] int32 their positions in the request, each at most once; negative entries are ignored.
         k: 1 to 4096.
         out: [T, k] int32, written in place when given.
 
     Returns:
-        [T, k] int32 positions, ascending; -1 behind the last where the ranks found fewer than k.
+        [T, k] int32 positions, ascending; -1 behind the last if the ranks sent fewer than k.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -204,8 +206,8 @@ def merge_attention(
         out = sum_r exp(lse_r - lse) * out_r
 
     A rank whose lse is infinite, of either sign, had no valid row: it adds nothing, whatever its out holds. Ranks
-    attend without a sink: it belongs to the whole and multiplies `out` by `1 / (1 + exp(sink - lse))`.
-    Sums are made in float32, in the ranks' order.
+    attend without a sink, which is applied here: it multiplies `out` by `1 / (1 + exp(sink - lse))`. Sums are made in
+    float32, in the ranks' order.
 
     Args:
         outs: [N, T, h, 512] bfloat16 or float32 of N ranks; any strides with a contiguous last axis.

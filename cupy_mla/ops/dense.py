@@ -77,9 +77,9 @@ def dense_decode(
     - NaN and infinity in rows that a query sees reach its results. They may reach those of the request's other queries,
       which share its rows, but no other request's; those in rows that no query of the request sees reach none.
 
-    Lengths are read on the device alone: a captured CUDA graph takes those that lie in `seq_lens` when it is replayed.
-    Each call divides its rows over the GPU by itself; the layers of a step may do that once, see `get_mla_metadata`.
-    Products are summed in float32; weights are rounded to 16 bits before they meet the values.
+    Lengths are read only on the device: a captured CUDA graph uses those that are in `seq_lens` when it is replayed.
+    Each call divides its rows over the GPU by itself. The layers of a step can share the division: see
+    `get_mla_metadata`. Products are summed in float32; weights are rounded to 16 bits before they meet the values.
 
     Args:
         q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding. Over PLAIN_FP8 rows it may
@@ -136,17 +136,18 @@ def dense_decode(
 def planned_dense_decode(
     q: A, k_cache: AnyArray, block_table: AnyArray, seq_lens: AnyArray, sm_scale: float, plan: Plan, **others: Any
 ) -> tuple[A, A]:
-    """`dense_decode` of the layers of a step, for the backends: calls with one plan divide their rows alike.
+    """`dense_decode` for the layers of a step, called by the backends. Calls with the same plan divide their rows in
+    the same way.
 
     Args:
-        others: arrays under the names that `Given` has for them.
+        others: arrays under their names in `Given`.
     """
     scale = require_scale("sm_scale", sm_scale)
     return decode(Given(q, k_cache, block_table, seq_lens, **others), scale, Sees(), None, plan=plan)
 
 
 class Given(NamedTuple):
-    """The arrays of a dense decode as a front door is given them: those of `dense_decode`, and scales."""
+    """The arrays of a dense decode as a front door gets them."""
 
     q: Any
     k_cache: Any
@@ -160,7 +161,7 @@ class Given(NamedTuple):
 
 
 class Sees(NamedTuple):
-    """Which rows of its request a query sees, as `dense_decode` is given it."""
+    """Which rows of its request a query sees: settings of `dense_decode`, unchecked."""
 
     causal: Any = True
     window: Any = None
@@ -175,11 +176,11 @@ def decode(
     door: Door = NO_DOOR,
     plan: Plan | None = None,
 ) -> tuple[Any, Any]:
-    """What `dense_decode` does, for the front doors.
+    """The body of `dense_decode`, for the front doors, too.
 
     Args:
         scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
-        plan: of the calls that divide their rows alike, whose requests are equally long.
+        plan: calls with the same lengths of requests may share it.
     """
     q, k_cache, block_table, seq_lens, attn_sink, out, lse, q_scale, k_scale = given
     place, (q_, cache, table, lens) = bind(
@@ -212,16 +213,15 @@ def decode(
 
 
 def faster_than_lists(place: Place, layout: Layout, shape: tuple[int, int, int], width: int, block_size: int) -> bool:
-    """Whether decodes that may see all their rows take less time by `dense_decode` than by index lists that name them.
+    """Whether decodes over all rows should take less time as `dense_decode` than with index lists of all rows.
 
-    On a GPU that follows from what both are to take, and is no where a kernel or a division is forced. On the CPU it
-    is so always.
+    On a GPU their times say so; it is False if a kernel or a division is forced. On the CPU it is True.
 
     Args:
         place: where the arrays are.
         layout: of the cache.
         shape: requests, query tokens of each, and heads.
-        width, block_size: blocks that a request may have, and their rows.
+        width, block_size: blocks that a request may have, and rows of a block.
     """
     if not place.on_gpu:
         return True
@@ -232,8 +232,8 @@ def faster_than_lists(place: Place, layout: Layout, shape: tuple[int, int, int],
 
 
 def _check_rows(table: Array, lens: Array, cache: Array, window: int, tokens: int) -> None:
-    """That the cache has every row that a request's queries see, of which the first sees `tokens` - 1 rows less than
-    the last."""
+    """Check that the cache has every row that the queries of a request see. The first of its `tokens` queries sees
+    `tokens` - 1 rows fewer than the last."""
     end = check_lengths(lens)
     first = np.maximum(end - (tokens - 1) - window, 0) if window else np.zeros_like(end)
     check_blocks(table, first, end, cache, lens.name)

@@ -1,7 +1,7 @@
-"""The example calls of the operations, which tests, self-check and sanitizer cases make of them.
+"""Example calls of the operations, on which tests, self-check and sanitizer cases run.
 
-A function for an operation, or for several that take the same: it yields a `Call` after another, with arrays drawn from
-a random generator. `ops/table.py` names it in the operation's row.
+Each function here yields the example calls of an operation, or of several operations that take the same arguments. It
+draws the arrays from a random generator. The operation's row in `ops/table.py` names the function.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Wanted(NamedTuple):
 
     Attributes:
         layouts: cache layouts. Calls that need another one are left out.
-        many: query tokens of the larger calls of attention.
+        many: number of query tokens in the larger calls of attention.
         strays: whether some slots, entries, requests, blocks and rows lie beyond the arrays, which checks of values
             (`cupy_mla.set_checks`) refuse.
     """
@@ -58,7 +58,7 @@ class Call(NamedTuple):
     """An example call.
 
     Attributes:
-        detail: what tells it from the operation's other calls.
+        detail: name of the call, different from those of the operation's other calls.
         arguments: by name; arrays are NumPy arrays.
         unaligned: the arrays whose rows `Operation.run` starts one item after an aligned address.
     """
@@ -75,8 +75,8 @@ class Format(NamedTuple):
     """What the example calls do with a cache layout.
 
     Attributes:
-        scale_formats: of the calls that pack tokens whose RoPE values come apart.
-        two_caches: whether there are decodes over two caches, among them one with every argument.
+        scale_formats: the scale formats of calls that pack tokens whose RoPE values are an argument of their own.
+        two_caches: whether there are calls that decode over two caches; one of them sets every argument.
     """
 
     layout: Layout
@@ -175,13 +175,13 @@ def _block_table(rng: np.random.Generator, wanted: Wanted, width: int) -> np.nda
 
 
 def _named(layout: Layout) -> dict[str, Any]:
-    """What a call must say of a cache that `_full_cache` gives."""
+    """The scale and the layout of a cache of `_full_cache`, as arguments of a call that needs them."""
     scale = {"k_scale": np.full(1, K_SCALE, np.float32)} if layout.scale_of_call else {}
     return scale if layout.told else scale | {"layout": layout.name}
 
 
 def _e4m3_queries(rng: np.random.Generator, *shape: int) -> dict[str, np.ndarray]:
-    """Queries of the size of others, under a scale."""
+    """E4m3 queries whose products with their scale are as large as the bfloat16 queries of other calls."""
     return {"q": (32 * rng.standard_normal(shape, np.float32)).astype(E4M3), "q_scale": np.full(1, 0.3, np.float32)}
 
 
@@ -223,7 +223,7 @@ def prefill_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 
 def backward_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    """Of the results of the same calls of the forward over bf16 rows."""
+    """Backward calls of those `prefill_calls` that read bf16 rows; out and lse come from the reference."""
     over_bf16 = (call for call in prefill_calls(rng, wanted) if call.arguments["kv"].dtype == BFLOAT16)
     for number, call in enumerate(over_bf16):
         arguments = dict(call.arguments)
@@ -245,7 +245,7 @@ def backward_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 
 def target_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    """Of lse of the same calls of the forward, and of fewer heads."""
+    """The inputs and lse of `backward_calls`, also with half of their 64 heads."""
     names = ("q", "kv", "indices", "lse", "sm_scale", "attn_sink", "topk_length")
     for call in backward_calls(rng, wanted):
         arguments = {name: call.arguments[name] for name in names if name in call.arguments}
@@ -271,7 +271,7 @@ def dense_lse_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 
 def dense_target_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    """Of lse of the same calls."""
+    """The inputs of `dense_lse_calls`; lse comes from the reference."""
     for number, call in enumerate(dense_lse_calls(rng, wanted)):
         arguments = dict(call.arguments)
         arguments["lse"] = np.empty(arguments["q"].shape[:2], np.float32)
@@ -287,7 +287,7 @@ def dense_target_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
 
 
 def dense_loss_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    """The same calls over ranges of keys."""
+    """`loss_calls`, over ranges of keys instead of lists."""
     for call in loss_calls(rng, wanted):
         arguments = {name: value for name, value in call.arguments.items() if name not in ("indices", "topk_length")}
         tokens = len(arguments["w"])
@@ -505,7 +505,7 @@ def widen_mxfp4_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call
 
 
 def _few_ones(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """E4m3 bytes of few ones and minus ones: sums of their products are exact in any order, and ties abound."""
+    """E4m3 bytes, mostly of 0, some of 1 and -1: sums of their products are exact in any order, and many are equal."""
     return rng.choice(np.array([0] * 14 + [1, -1], E4M3).view(np.uint8), shape)
 
 
@@ -552,7 +552,7 @@ def select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 
 def _simple_keys(rng: np.random.Generator, layout: Layout, block_size: int) -> np.ndarray:
-    """A cache of few ones and minus ones under powers of two."""
+    """A cache of keys as `_few_ones` draws them, whose scales are powers of two."""
     keys = _few_ones(rng, BLOCKS * block_size, 4, 32).view(E4M3)
     sizes = np.exp2(rng.integers(-4, 4, (BLOCKS * block_size, 4 if layout is INDEXER_MXFP4 else 1, 1)))
     rows = (keys * sizes).astype(BFLOAT16).reshape(-1, 128)
@@ -577,7 +577,7 @@ PAGED = ((1, 64, 64), (2, 32, 64), (5, 64, 15), (3, 24, 16))  # queries a reques
 
 
 def _scheduled(arguments: dict[str, Any], shares: int) -> dict[str, Any]:
-    """The same with a schedule."""
+    """The arguments with a schedule for as many shares."""
     lens, table, longest = (arguments[name] for name in ("context_lens", "block_table", "max_context_len"))
     schedule = np.empty((shares, logits.SCHEDULE_WORDS), INT32)
     reference_logits.paged_indexer_schedule(lens, table, longest, arguments["kv_cache"].shape[1], schedule)
@@ -594,7 +594,7 @@ def paged_logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
 
 
 def schedule_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    """More shares than units of keys, and fewer."""
+    """Calls with more shares than units of keys, and with fewer."""
     for n, block_size, shares in ((0, 64, 5), (2, 15, 3), (1, 256, 1)):
         requests, width = 300, -(-4000 // block_size)
         arguments = {
@@ -624,7 +624,7 @@ def paged_select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
 
 
 def candidate_blocks_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    """With plateaus, NaN, and ranges that begin anywhere."""
+    """Rows with many equal logits, with NaN, and with ranges that begin anywhere."""
     for rows, width, count in ((3, 5000, 128), (150, 900, 60), (2, 41, 1)):
         logits = np.maximum(rng.standard_normal((rows, width), np.float32), 0.5)
         logits[1, width // 3] = np.nan
@@ -668,7 +668,7 @@ def candidate_select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator
 
 
 def topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    """Rows of one tile and of several, few and many, random ones and ones with plateaus."""
+    """Rows of one tile and of several, few and many, random ones and ones with many equal logits."""
     for rows, width, k in ((3, 5000, 2048), (150, 9000, 512), (2, 70000, 1024)):
         logits = rng.standard_normal((rows, width), np.float32)
         logits[1] = np.maximum(logits[1], 0)
@@ -766,7 +766,7 @@ def swa_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 
 def _images(rng: np.random.Generator) -> dict[str, Any]:
-    """Tokens of images among the 60 of a batch."""
+    """Arguments for image tokens among the 60 tokens of a batch."""
     visible = {side: rng.integers(0, 40, 60, dtype=np.int32) for side in ("left_visible", "right_visible")}
     return {**visible, "max_image_tokens": 50}
 

@@ -1,4 +1,4 @@
-"""Operations that bring rows together for the attention kernels: out of a paged cache, out of a query's two parts."""
+"""Operations that prepare rows for the attention kernels: gathers from a paged cache, and concatenation of queries."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .scales import scale_of_rows
 
 __all__ = ["concat_mla_q", "cp_gather_and_upconvert_fp8_kv_cache", "dequantize_and_gather_k_cache"]
 
+# The operation that gathers each layout, for messages.
 GATHERERS = {
     **dict.fromkeys(QUANTIZED_OF_V32, "cp_gather_and_upconvert_fp8_kv_cache"),
     **dict.fromkeys(QUANTIZED_OF_V4, "dequantize_and_gather_k_cache"),
@@ -43,8 +44,8 @@ def cp_gather_and_upconvert_fp8_kv_cache(
 
     Args:
         src_cache: [num_blocks, block_size, (1,) 656 | 576 | 512 | 528 | 352] uint8 or float8_e4m3fn.
-        dst: [S, 576] bfloat16, of rows of 512 values [S, 512]; written in place. A request that starts outside it is
-            left out, rows beyond it are not written, and rows of tokens whose block does not exist become zeros.
+        dst: [S, 576] bfloat16, or [S, 512] for rows of 512 values; written in place. A request that starts outside of
+            it is left out, rows beyond it are not written, and rows of tokens whose block does not exist become zeros.
         block_table: [R, M] int32 blocks of each request.
         seq_lens: [R] int32.
         workspace_starts: [R] int32; the requests' rows must not overlap.
@@ -109,9 +110,9 @@ def dequantize_and_gather_k_cache(
         k_cache: [num_blocks, block_size, (1,) 584 | 528 | 384 | 288] uint8 or float8_e4m3fn, block stride a multiple of
             16 bytes.
         seq_lens: [R] int32.
-        gather_lens: [R] int32, at most a sequence each (more counts as that); None: whole sequences.
+        gather_lens: [R] int32. A value above the sequence's length means the whole sequence; None: all whole.
         block_table: [R, M'] int32 blocks of each request.
-        block_size: tokens a block, as `k_cache` has them.
+        block_size: tokens a block of `k_cache`.
         offset: first row to write, 0 to M.
         layout: its name, as of `empty_cache`; default: told by `k_cache`, but for V41_FP8 and V41_FP4, which must be
             named.

@@ -1,5 +1,5 @@
-"""Operations on the indexer's key cache: layout INDEXER_FP8, 128 e4m3 keys under one float32 scale a token, or
-INDEXER_MXFP4, 128 e2m1 keys of which 32 share a power of two.
+"""Operations on the indexer's key cache. A key has 128 values: in layout INDEXER_FP8 e4m3 with one float32 scale, in
+INDEXER_MXFP4 e2m1 with a power of two as scale for each group of 32.
 
 Source: the lightning indexer of DeepSeek-V3.2, whose keys vLLM caches in the former; that of V4.1 for the latter.
 """
@@ -39,9 +39,9 @@ def indexer_k_quant_and_cache(
             INDEXER_MXFP4, start and block stride multiples of 4 bytes; written in place.
         slot_mapping: [T'] int64 with T' <= T (a padded batch: its length counts). A token whose slot is negative is
             skipped; a slot beyond the cache is never written.
-        scale_format: of INDEXER_FP8: "fp32" (`max(amax, 1e-4) / 448`) or "ue8m0" (that, rounded up to a power of two).
-            INDEXER_MXFP4 has powers of two in either case: of 32 keys `2 ** ceil(log2(max(amax, 6 * 2**-126) / 6))`. A
-            NaN makes NaN of the keys that share its scale, and infinity zeros of the finite ones.
+        scale_format: for INDEXER_FP8: "fp32" (`max(amax, 1e-4) / 448`) or "ue8m0" (that, rounded up to a power of two).
+            INDEXER_MXFP4 always has powers of two: `2 ** ceil(log2(max(amax, 6 * 2**-126) / 6))` of 32 values. A NaN
+            makes all values NaN that share its scale. Infinity makes the finite ones 0.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.

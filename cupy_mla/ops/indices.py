@@ -1,6 +1,6 @@
-"""Operations on index lists: from positions in a request to what the attention kernels read.
+"""Operations that convert positions in a request to the slots or rows that the attention kernels read.
 
-Source: the sparse MLA backends of vLLM, whose indexer names positions in a request and whose kernels want slots.
+Source: the sparse MLA backends of vLLM, whose indexer chooses positions in a request and whose kernels take slots.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def convert_req_index_to_global_index(
         prefill_request_ids: [T] int32 number of the prefill that a token belongs to, negative for decode tokens.
         prefill_workspace_starts: [P] int32 first workspace row of each prefill; goes with `prefill_request_ids`.
         return_valid_counts: also count the entries of each row that are not -1.
-        block_stride_rows: rows from a block's first row to the next block's, where the rows of other layers lie between
-            the blocks of a cache that is read as flat rows; None: `block_size`.
+        block_stride_rows: rows from a block's first row to the next block's first row. It is larger than `block_size`
+            if rows of other layers lie between the blocks of a cache that is read as flat rows. None: `block_size`.
         out: [T, K] int32, written in place when given; may be `token_indices` itself.
 
     Returns:
@@ -153,9 +153,9 @@ def convert_to_slots_and_ends(
     out: A | None = None,
     ends: A | None = None,
 ) -> tuple[A, A]:
-    """`convert_req_index_to_global_index`, and where each row ends: attention takes the ends as `topk_length`.
+    """`convert_req_index_to_global_index`, and where each row ends. Attention takes the ends as `topk_length`.
 
-    With them attention works through the entries before a row's end alone, and -1 may still stand anywhere before it.
+    Attention then ignores the entries from a row's end on. Entries before it may still be -1.
 
     Args:
         req_id, block_table, token_indices, block_size: as for `convert_req_index_to_global_index`.
@@ -196,9 +196,10 @@ def slots_of(
 ) -> A:
     """Slots of positions in requests: `block_table[r, i // block_size] * block_size + i % block_size` for position i.
 
-    They are what `slot_mapping` holds, of `BatchMetadata` and of the operations that write into caches; index lists of
-    attention, int32, come from `convert_req_index_to_global_index`. -1 where the position is negative or beyond the
-    block table's width, and where the request or its block does not exist (a number negative or too large).
+    `slot_mapping` of `BatchMetadata`, and of the operations that write into caches, has such slots. Index lists for
+    attention, int32, come from `convert_req_index_to_global_index`. A slot is -1 where the position is negative or
+    beyond the block table's width, and where the request or its block does not exist (its number is negative or too
+    large).
 
     Args:
         block_table: [R, M] int32 blocks of each request.
@@ -244,17 +245,22 @@ def slots_of(
 
 
 def require_block_stride(stride: int | None, block_size: int) -> int | None:
-    """Check the rows from a block's first to the next block's."""
+    """Check `block_stride_rows`."""
     if stride is None:
         return None
     return require_integer("block_stride_rows", stride, block_size, LARGEST_INT, "the rows of a block at least")
 
 
 def _convert(given: Conversion, *, counted: bool = False, ended: bool = False) -> tuple[Any, Any, Any]:
-    """The slots, how many of each row are valid where `counted`, and where each row ends where `ended`.
+    """Check the arguments and convert.
 
     Args:
-        given: the caller's arrays.
+        given: the caller's arrays and settings, unchecked.
+        counted: also count the valid entries of each row.
+        ended: also find where each row ends.
+
+    Returns:
+        the slots, the counts or None, and the ends or None.
     """
     block_size = require_integer("block_size", given.block_size, 1)
     stride = require_block_stride(given.block_stride_rows, block_size)

@@ -1,16 +1,16 @@
-"""The lightning indexer's logits: what decides which KV rows a query token attends to.
+"""The lightning indexer's logits, by which the KV rows are chosen over which a query token attends.
 
 For query token i with H index heads and key j, both e4m3 of width 128:
 
     logit[i, j] = ks[j] * sum_h relu(dot(q8[i, h], k8[j])) * w[i, h]
 
-with one float32 scale `ks` a key. The scales of q stand in `w`, as relu commutes with a positive factor:
+with one float32 scale `ks` a key. The scales of q are part of `w`, because relu commutes with a positive factor:
 
     w[i, h] = weights[i, h] * H**-0.5 * 128**-0.5 * q_scale[i, h]
 
-A NaN in a query or a key makes the logits of that query or key NaN, and no others. Kernels sum in float32. On
-Hopper `wgmma` adds the products of a dot product with fewer bits (1e-8 in all). A logit's bits depend on its own query
-and key alone.
+A NaN in a query or a key makes the logits of that query or key NaN, and no others. Kernels sum in float32; on Hopper
+`wgmma` adds the products of a dot product with fewer bits (1e-8 in all). The bits of a logit depend only on its
+own query and key.
 
 Source: DeepSeek-V3.2 (the indexer of DeepSeek Sparse Attention); the logits' contracts are DeepGEMM's.
 """
@@ -49,10 +49,10 @@ __all__ = [
 D = INDEXER_FP8.d_qk
 ROPE = 64
 SCALES = INDEXER_MXFP4.num_scales
-MXFP4 = "mxfp4"  # what `scale_format` may be besides
+MXFP4 = "mxfp4"  # another value of `scale_format`
 HEADS = tuple(range(8, 65, 8))
 ALIGNMENT = 16  # bytes, of rows of q8 and k8
-SCHEDULE_WORDS = 32  # of a share
+SCHEDULE_WORDS = 32  # int32 words of a share
 MAX_SHARES = 1024
 
 
@@ -67,9 +67,10 @@ def quantize_indexer_q(
     interleaved: bool = False,
     scale_format: QueryScaleFormat = "fp32",
 ) -> tuple[A, A]:
-    """Quantize the indexer's queries, rotated before if asked, and put their scales into the heads' weights.
+    """Quantize the indexer's queries, after a rotation if that is asked for, and multiply the heads' weights by the
+    scales.
 
-    Each token's head has a scale of its own::
+    Each head of a token has its own scale::
 
         scale = max(amax, 1e-10) / 448
         w     = weights * scale * (H * 128) ** -0.5
@@ -85,8 +86,8 @@ def quantize_indexer_q(
         cos_sin_cache: [P, 64] float32 or bfloat16: 32 cosines and 32 sines of a position; goes with `positions`.
         rope_first: rotate the first 64 values, else the last.
         interleaved: rotate values 2i and 2i + 1 by angle i, else i and i + 32.
-        scale_format: "fp32"; "ue8m0": the scale rounded up to a power of two; or "mxfp4": values become MXFP4, as
-            `quantize_indexer_q_mxfp4` makes them, and q8 and w are what `widen_mxfp4` makes of those.
+        scale_format: "fp32"; "ue8m0": the scale is rounded up to a power of two; or "mxfp4": values are rounded to
+            MXFP4, as by `quantize_indexer_q_mxfp4`, and converted to e4m3, as by `widen_mxfp4`.
 
     Returns:
         q8 [T, H, 128] float8_e4m3fn (uint8 in CuPy, which has no fp8) and w [T, H] float32.
@@ -119,19 +120,19 @@ def quantize_indexer_q_mxfp4(
     rope_first: bool = True,
     interleaved: bool = False,
 ) -> tuple[A, A, A]:
-    """Quantize the indexer's queries to MXFP4, rotated before if asked: two e2m1 values a byte, the first in its low
-    bits, each 32 of them under a power of two.
+    """Quantize the indexer's queries to MXFP4, after a rotation if that is asked for: two e2m1 values a byte, the first
+    in its low bits, and a power of two as scale for each group of 32.
 
-    This is what engines store, and DeepGEMM takes. Logits here take what `widen_mxfp4` makes of it, and what
-    `quantize_indexer_q` makes at once with `scale_format="mxfp4"`.
+    Engines store this format, and DeepGEMM takes it. The logits here take e4m3: `widen_mxfp4` converts to it, or
+    `quantize_indexer_q` with `scale_format="mxfp4"` makes it at once.
 
-    Of 32 values::
+    For a group of 32 values::
 
         exponent = ceil(log2(max(amax, 6 * 2**-126) / 6))
         code     = e2m1(x * 2**-exponent)
 
-    with the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, of two that are as near the one of an even code. Infinity has the
-    exponent 127; a group with a NaN has a scale of NaN, and codes of zero.
+    where e2m1 is the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6; of two that are equally near it is the one with an even
+    code. A group with an infinity has the exponent 127. A group with a NaN has the scale NaN, and codes of zero.
 
     Args:
         q, weights, positions, cos_sin_cache, rope_first, interleaved: as for `quantize_indexer_q`.
@@ -155,7 +156,7 @@ def quantize_indexer_q_mxfp4(
 
 
 class _Rotation(NamedTuple):
-    """How queries are rotated, as `quantize_indexer_q` takes it."""
+    """The arguments of `quantize_indexer_q` about the rotation, unchecked."""
 
     positions: AnyArray | None
     cos_sin_cache: AnyArray | None
@@ -164,7 +165,8 @@ class _Rotation(NamedTuple):
 
 
 def _quantize_q(q: Any, weights: Any, rotation: _Rotation, scale_format: str, packed: bool) -> tuple[Any, Any, Any]:
-    """Codes of e4m3, None, and weights; or `packed`: codes of e2m1, their scales, and weights."""
+    """Check the arguments and quantize: codes of e4m3, None, and weights; if `packed`, codes of e2m1, scales and
+    weights."""
     require_bool("rope_first", rotation.rope_first)
     require_bool("interleaved", rotation.interleaved)
     require_together(positions=rotation.positions, cos_sin_cache=rotation.cos_sin_cache)
@@ -191,21 +193,21 @@ def _quantize_q(q: Any, weights: Any, rotation: _Rotation, scale_format: str, pa
 
 @operation
 def widen_mxfp4(codes: A, scales: AnyArray, weights: AnyArray | None = None) -> tuple[A, A]:
-    """Queries or keys of MXFP4 as logits take them: e4m3 numbers under one factor a row, a power of two.
+    """Convert queries or keys from MXFP4 to e4m3, which the logits take, with one factor a row, a power of two.
 
-    GPUs below sm_100 cannot multiply e2m1. A row's four scales become one: `factor` is the largest of them times 2**-6,
-    and a value becomes `e2m1 * 2**(6 - below)` where its group's scale is `2**-below` of the largest. The numbers are
-    the same up to `below = 14`. Values of groups further below are rounded to multiples of 2**-15 times the largest
-    scale, and a factor below 2**-126 is zero.
+    GPUs below sm_100 cannot multiply e2m1. The four scales of a row become one: `factor` is the largest of them times
+    2**-6. A value becomes `e2m1 * 2**(6 - below)` if its group's scale is `2**-below` times the largest. That is exact
+    up to `below = 14`. Values of groups further below are rounded to multiples of 2**-15 times the largest scale, and a
+    factor below 2**-126 becomes 0.
 
     Args:
         codes: [N, 64] or [T, H, 64] uint8, two values a byte, rows at multiples of 4 bytes.
         scales: [N, 4] or [T, H, 4] uint8, UE8M0.
-        weights: [N] or [T, H] float32, what factors are multiplied by: the heads' weights of queries.
+        weights: [N] or [T, H] float32; factors are multiplied by these, for queries the heads' weights.
 
     Returns:
-        values [N, 128] or [T, H, 128] float8_e4m3fn (uint8 in CuPy), and factors [N] or [T, H] float32: `q8` and `w` of
-        queries, `k8` and `ks` of keys. A row with a scale of NaN has a factor of NaN.
+        values [N, 128] or [T, H, 128] float8_e4m3fn (uint8 in CuPy), and factors [N] or [T, H] float32: for queries
+        `q8` and `w`, for keys `k8` and `ks`. A row with a scale of NaN has the factor NaN.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides.
@@ -261,8 +263,8 @@ def indexer_logits(
         starts, ends: [M] int32; token i sees keys `max(starts[i], 0) <= j < min(ends[i], N)`.
         clean: write -inf for keys that a token does not see; else these entries are left as they are, or overwritten
             with -inf.
-        compact_width: when given, rows of the result have so many entries and start at the first key of their range:
-            entry j of row i belongs to key `max(starts[i], 0) + j`. Keys of the range beyond them are left out.
+        compact_width: if it is given, a row of the result has so many entries and starts at the first key of its range:
+            entry j of row i belongs to key `max(starts[i], 0) + j`. Keys of the range beyond that are left out.
         out: [M, N] float32, or [M, compact_width], written in place when given.
 
     Returns:
@@ -320,11 +322,11 @@ def paged_indexer_logits(
         context_lens: [B] int32, and token j of n sees the first `context_lens[b] - n + j + 1` keys; or [B, n] int32,
             the number of keys that each token sees, not one row expanded to B.
         block_table: [B, width] int32 blocks of each request.
-        max_context_len: width of the result; keys beyond it are not looked at.
+        max_context_len: width of the result; keys beyond it are ignored.
         clean: write -inf for keys that a token does not see; else these entries are left as they are, or overwritten
             with -inf.
-        schedule: from `paged_indexer_schedule`, for the same lengths, block table, `max_context_len` and block size:
-            with it a call begins sooner. A schedule of anything else gives wrong logits, or leaves some out.
+        schedule: from `paged_indexer_schedule`, for the same lengths, block table, `max_context_len` and block size. It
+            makes a call faster. With a schedule for something else logits are wrong or missing.
         out: [B * n, max_context_len] float32, written in place when given.
 
     Returns:
@@ -371,31 +373,31 @@ def paged_indexer_schedule(
     """Divide the keys of a paged cache into shares, once a step, for the logits of all its layers.
 
     Without a schedule each call of `paged_indexer_logits` and `select_rows_paged` first reads the lengths. With one, a
-    call on a Hopper GPU has a CTA for each share, which copies its first keys at once. The logits' bits are the same.
-    Elsewhere, for requests of more than 4 query tokens (up to 32 heads: 8) and with block sizes that are no multiple of
-    64, a schedule changes nothing.
+    call on a Hopper GPU has a CTA for each share, which copies its first keys at once. The logits' bits are the same. A
+    schedule changes nothing on other GPUs, for requests of more than 4 query tokens (up to 32 heads: 8), and for block
+    sizes that are no multiple of 64.
 
-    Up to 288 shares are equal, as far as units of 64 keys allow. Of more, the first third has 92 % of the units, the
-    second 5.5 %, the last the rest. The CTAs of the last two thirds begin when others have ended, so that all SMs end
-    at about the same time.
+    Up to 288 shares are equal, as far as units of 64 keys allow. Of more shares, the first third has 92 % of the units,
+    the second 5.5 %, the last the rest. The CTAs of the last two thirds begin when others have ended, so that all SMs
+    end at about the same time.
 
-    A call reads its schedule before the launches before it have ended. So let nothing but this function write it. If
-    it is made in a CUDA graph, each replay makes it anew from the lengths of that replay.
+    A call reads its schedule while earlier launches still run. So nothing but this function may write it. If it is made
+    in a CUDA graph, each replay makes it anew from the lengths of that replay.
 
     Args:
         context_lens: [B] or [B, n] int32 keys that a request's query tokens see.
         block_table: [B, width] int32 blocks of each request.
-        max_context_len: keys beyond it are not looked at.
+        max_context_len: keys beyond it are ignored.
         block_size: tokens a block.
-        shares: 1 to 1024. As many as the GPU has SMs. Where a request has one query token (up to 32 heads: two) and
-            an SM more than 6400 keys, two shares an SM gain 1 %; with more than 38400 keys six, of which four begin
-            late, gain another 1 %. With fewer keys more shares lose.
+        shares: 1 to 1024; usually as many as the GPU has SMs. For requests of one query token (up to 32 heads: two),
+            two shares an SM are 1 % faster with more than 6400 keys an SM, and six shares, of which four begin late,
+            are another 1 % faster with more than 38400. With fewer keys more shares are slower.
         out: [shares, 32] int32, written in place when given.
 
     Returns:
-        [shares, 32] int32, of each share, in units of 64 keys: the request that it begins in, the first unit there, how
-        many units it has, the keys of that request and of the next one; then the blocks where the first 27 units of
-        these two begin, -1 where there is none.
+        [shares, 32] int32. A share has, in units of 64 keys: the request in which it begins, its first unit there, the
+        number of its units, and the numbers of keys of that request and of the next one. Then come the blocks in which
+        the first 27 units of these two requests begin, -1 where there is none.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -420,7 +422,7 @@ def paged_indexer_schedule(
 
 
 def require_ragged(of: RaggedKeys) -> tuple[int, int]:
-    """Check the arrays of logits over ranges of rows; returns how many queries and keys there are."""
+    """Check the arrays of logits over ranges of rows; returns the numbers of queries and keys."""
     cuda.require_known()
     queries, heads, _ = require_rows(of.q8.require(QUANTIZED, "M", HEADS, D)).shape
     keys, _ = require_rows(of.k8.require(QUANTIZED, "N", D)).shape
@@ -434,15 +436,15 @@ def require_ragged(of: RaggedKeys) -> tuple[int, int]:
 
 
 def _require_lens(lens: Array, requests: int | str, n: int | str) -> int:
-    """Check context lengths, of requests or of each of their tokens; returns how many requests there are."""
+    """Check context lengths, of requests or of each of their tokens; returns the number of requests."""
     requests = lens.require(INT32, *(requests, n)[: max(len(lens.shape), 1)]).shape[0]
-    if len(lens.shape) == 2 and requests > 1 and lens.strides[0] == 0:  # the kernels' mark of one length a request
+    if len(lens.shape) == 2 and requests > 1 and lens.strides[0] == 0:  # to kernels that means one length a request
         raise ValueError(f"context_lens: requests share one row in memory, strides {list(lens.strides)}: pass a copy")
     return requests
 
 
 def require_paged(of: PagedKeys, max_context_len: int) -> int:
-    """Check the arrays of logits over a paged cache; returns how many queries there are."""
+    """Check the arrays of logits over a paged cache; returns the number of queries."""
     cuda.require_known()
     requests, n, heads, _ = require_rows(of.q8.require(QUANTIZED, "B", "n", HEADS, D)).shape
     indexer_layout(of.cache)

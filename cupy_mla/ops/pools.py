@@ -1,12 +1,12 @@
-"""Operations of an indexer whose keys stand for pools of tokens, `kpool` neighbouring ones each (GLM-5.3-Flash).
+"""Operations of an indexer whose keys stand for pools of `kpool` neighbouring tokens (GLM-5.3-Flash).
 
-Tokens `i * kpool` to `i * kpool + kpool - 1` of a sequence are pool i. Its key is made with the last of them; a query
-token at position p sees the `(p + 1) // kpool` pools that are whole by then, and its list has the tokens of those that
-were chosen and, always, the `(p + 1) % kpool` that make no whole one (the tail).
+Tokens `i * kpool` to `i * kpool + kpool - 1` of a sequence are pool i. Its key is made when the last of them is there.
+A query token at position p sees the `(p + 1) // kpool` complete pools. Its list has the tokens of the chosen pools, and
+always the `(p + 1) % kpool` tokens behind the last complete pool (the tail).
 
-Keys of whole pools lie in the indexer's cache as a token's do, `block_size // kpool` in a block; tokens of the pool
-that is not whole yet wait in a ring, one for each request. Token i has place `i % ring` of it. A ring of
-`kpool + num_speculative_tokens` tokens or more keeps what is needed where drafted tokens are dropped.
+Keys of complete pools lie in the indexer's cache like keys of tokens, `block_size // kpool` in a block. Tokens of a
+pool that is not complete yet wait in a ring, one for each request, where token i has place `i % ring`. A ring of at
+least `kpool + num_speculative_tokens` tokens has all that is needed when drafted tokens are dropped.
 
 Source: GLM-5.3-Flash (Glm5Next) of transformers; the contracts are those of vLLM's backend.
 """
@@ -41,7 +41,7 @@ def kpool_compress(
     *,
     out: A | None = None,
 ) -> A:
-    """Keys of the pools that a step's tokens make whole, and into the rings what later steps need.
+    """Keys of the pools that a step's tokens complete. Tokens that later steps need are written to the rings.
 
     A pool's key is, value by value, the mean of its tokens' keys, weighted by the softmax of `gate + ape` over the pool
     (token j of it has `ape[j]`); rounded to bfloat16, multiplied by the Hadamard matrix of 128 (Sylvester's order) over
@@ -53,14 +53,14 @@ def kpool_compress(
         gate: [T, 128] bfloat16 their gates, `linear(hidden, gate_weight)`.
         ape: [kpool, 128] float32 added to the gates of each place in a pool.
         tail: [B, 2, ring, 128] bfloat16 rings of keys and gates, with ring >= kpool; written in place.
-        tail_blocks: [R] int32 ring of each request; a request whose number is none of 0 .. B - 1 has none.
-        query_start_loc: [R + 1] int32 first token of each request; a token past the last one's belongs to none.
+        tail_blocks: [R] int32 ring of each request; a request whose number is not in 0 .. B - 1 has no ring.
+        query_start_loc: [R + 1] int32 first token of each request. Tokens behind the last request belong to none.
         seq_lens: [R] int32 tokens of each sequence, those of this step included.
         out: [T, 128] bfloat16, written in place when given.
 
     Returns:
-        [T, 128] bfloat16: row t is the key of the pool that token t makes whole; zeros where it makes none, or where
-        the pool's earlier tokens are in no ring.
+        [T, 128] bfloat16: row t is the key of the pool that token t completes; zeros if it completes none, or if the
+        pool's earlier tokens are in no ring.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -105,20 +105,20 @@ def expand_pools_and_append_tail(
 ) -> tuple[A, A]:
     """Positions of the tokens of chosen pools, in the pools' order, and behind them those of each token's tail.
 
-    A list has no gaps: the tail follows the last chosen pool, and -1 the tail. (vLLM's has the tail from column
-    `n * kpool` on, and -1 between.)
+    A list has no gaps: the tail follows the last chosen pool, and -1 the tail. (In vLLM the tail starts at column
+    `n * kpool`, with -1 before it.)
 
     Args:
-        pool_ids: [T, n] int32 pools that were chosen for each query token, each once; entries that are no whole pool
-            of its context (-1 and the like) are left out.
-        seq_lens: [T] int32 tokens that each query token sees, itself included: its position and 1.
+        pool_ids: [T, n] int32 pools that were chosen for each query token, each once. Entries that are no complete pool
+            of its context, such as -1, are left out.
+        seq_lens: [T] int32 tokens that each query token sees, itself included: its position + 1.
         kpool: tokens of a pool.
         out: [T, n * kpool + kpool - 1] int32, written in place when given.
         lens: [T] int32, written in place when given.
 
     Returns:
-        [T, n * kpool + kpool - 1] int32 positions, and [T] int32 how many each list has: `topk_indices` and
-        `valid_counts` of `SparseMLAImpl.forward_mqa`.
+        [T, n * kpool + kpool - 1] int32 positions, and [T] int32 how many each list has. `SparseMLAImpl.forward_mqa`
+        takes them as `topk_indices` and `valid_counts`.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.

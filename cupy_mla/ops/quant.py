@@ -17,7 +17,7 @@ FLOATS = (BFLOAT16, FLOAT32)
 
 @operation
 def dynamic_per_batched_tensor_quant(x: A) -> tuple[A, A]:
-    """Quantize a tensor under one scale: with `s = 448 / max(amax, 1e-10)`, the codes of `clamp(x * s, -448, 448)`.
+    """Quantize a tensor with one scale: with `s = 448 / max(amax, 1e-10)`, the codes of `clamp(x * s, -448, 448)`.
 
     A NaN anywhere makes everything NaN, as amax is then NaN.
 
@@ -45,6 +45,6 @@ def dynamic_per_batched_tensor_quant(x: A) -> tuple[A, A]:
 
 
 def _without_gaps(x: Array) -> bool:
-    """Whether an array has no gaps in C order; the strides of axes of length 1 and of empty arrays do not count."""
+    """Whether an array has no gaps in C order. The strides of axes of length 1 and of empty arrays are ignored."""
     axes = zip(x.shape, x.strides, dense_strides(x.shape), strict=True)
     return 0 in x.shape or all(length == 1 or stride == dense for length, stride, dense in axes)

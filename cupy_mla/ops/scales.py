@@ -1,4 +1,4 @@
-"""Scales that a call brings: of queries in e4m3, and of all rows of layout PLAIN_FP8."""
+"""Checks of scales that are arguments: of queries in e4m3, and of all rows of layout PLAIN_FP8."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Scale = Array | float
 
 
 def require_q(q: Array, layout: Layout, *shape: int | str | tuple[int, ...]) -> Array:
-    """Check queries over rows of a layout: what results are of, or e4m3 where a call brings the rows' scale; returns
-    them."""
+    """Check queries over rows of a layout: they have the dtype of results, or e4m3 if the rows' scale is an argument;
+    returns them."""
     return q.require((BFLOAT16, *QUANTIZED) if layout.scale_of_call else layout.values, *shape)
 
 
 def scale_of_q(place: Place, q: Array, q_scale: Any, name: str = "q_scale") -> Scale:
-    """`q_scale`, checked; `name` is what the caller calls it.
+    """Check `q_scale`, which the caller calls `name`; None: 1.
 
     Raises:
         TypeError, ValueError: it is no positive number and no float32 of one item, or q is bfloat16.
@@ -34,10 +34,10 @@ def scale_of_q(place: Place, q: Array, q_scale: Any, name: str = "q_scale") -> S
 
 
 def scale_of_rows(place: Place, layout: Layout, k_scale: Any, name: str = "k_scale") -> Scale:
-    """`k_scale`, checked; `name` is what the caller calls it.
+    """Check `k_scale`, which the caller calls `name`; None: 1.
 
     Raises:
-        TypeError, ValueError: it is no positive number and no float32 of one item, or rows have no scale of the call.
+        TypeError, ValueError: it is no positive number and no float32 of one item, or rows have scales of their own.
     """
     if k_scale is None:
         return 1.0

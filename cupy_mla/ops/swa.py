@@ -1,19 +1,18 @@
-"""Operations on the index lists of DeepSeek V4's and V4.1's sliding-window attention, alone and beside compressed rows.
+"""Operations on the index lists of DeepSeek V4's and V4.1's sliding-window attention, with and without compressed rows.
 
-A query token at position p of its sequence attends the last `window` positions up to p. In a decode these are slots of
-the sliding-window cache; in a prefill they are rows of a workspace that the window's tail was gathered into, next to
-the compressed rows that the layer's indexer chose.
+A query token at position p of its sequence attends over the last `window` positions up to p. In a decode their rows are
+in the sliding-window cache, so lists have slots. In a prefill their rows are gathered into a workspace, behind
+compressed rows of the sequence, so lists have rows of the workspace.
 
-Two things change which positions the window has:
+Two things change the positions of a window:
 
 - Tokens of an image see one another in both directions. `left_visible` and `right_visible` say for each query token how
-  many positions of its image stand before it and behind it, 0 for tokens of text. A token with `left` of them sees
-  positions from `p - (window - 1) - max(left - (window - 1), 0)` on, and `right` positions behind p, as far as the
-  sequence reaches.
-- A sequence whose prefix comes from a cache without rows of the window has none before position `replay_start`.
+  many positions of its image stand before it and behind it, 0 for tokens of text. A token sees positions from
+  `p - (window - 1) - max(left - (window - 1), 0)` on, and `right` positions behind p, up to the end of the sequence.
+- A sequence whose prefix was cached without rows of the window has none before position `replay_start`.
 
-Position of a token, where `query_start_loc` and `seq_lens` are given: the query tokens of a request are the last ones
-of its sequence.
+The query tokens of a request are the last ones of its sequence. So `query_start_loc` and `seq_lens` give the position
+of each token.
 
 Source: DeepSeek-V4 and V4.1; the contracts are those of vLLM's backends.
 """
@@ -36,7 +35,7 @@ from ..typing import A, AnyArray
 
 __all__ = ["combine_topk_swa_indices", "compute_prefill_gather_lens", "compute_swa_indices_and_lens"]
 
-LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it
+LIST_ALIGN = 128  # entries: the width of combined lists is a multiple
 
 
 @operation
@@ -56,7 +55,8 @@ def compute_swa_indices_and_lens(
     out: A | None = None,
     lens: AnyArray | None = None,
 ) -> tuple[A, A]:
-    """Slots of the sliding window of each decode token: of positions `max(p - window_size + 1, 0) .. p`, in order.
+    """Slots of the sliding window of each decode token: those of positions `max(p - window_size + 1, 0) .. p`, in
+    order.
 
     An entry is -1 where the position has no block, or its slot would not fit int32. With `replay_start` and visible
     tokens of images the window is of positions
@@ -70,16 +70,16 @@ def compute_swa_indices_and_lens(
         block_table: [R, M] int32 blocks of each request in the sliding-window cache.
         block_size: tokens a block.
         window_size: tokens of the window.
-        replay_start: [R] int32 first position of each sequence that the cache has rows of; None: 0.
+        replay_start: [R] int32 first position of each sequence of which the cache has a row; None: 0.
         left_visible, right_visible: [T] int32 positions of each token's image before it and behind it; both or none.
-        max_image_tokens: tokens of the longest image. Widens the lists, W = `window_size + max_image_tokens`; what a
-            token sees beyond W positions is left out.
+        max_image_tokens: tokens of the largest image. The width of lists is W = `window_size + max_image_tokens`;
+            positions of a window beyond W are left out.
         out: [T, W] int32, written in place when given.
         lens: [T] int32, written in place when given.
 
     Returns:
-        [T, W] int32 slots, -1 past each token's window, and [T] int32 lengths of the windows: `min(p + 1, window_size)`
-        for a token of text whose sequence has all rows.
+        [T, W] int32 slots, -1 behind each token's window, and [T] int32 lengths of the windows: `min(p + 1,
+        window_size)` for a token of text whose sequence has all rows.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -133,17 +133,17 @@ def compute_prefill_gather_lens(
     replay_start: AnyArray | None = None,
     out: A | None = None,
 ) -> A:
-    """How many tokens at the end of each prefill's sequence its query tokens attend through their windows.
+    """How many tokens at the end of each prefill's sequence are in the windows of its query tokens.
 
-    `query_len + min(max(seq_len - query_len - replay_start, 0), window_size - 1)`: the query itself, and what the
-    window of its first token reaches before it.
+    That is `query_len + min(max(seq_len - query_len - replay_start, 0), window_size - 1)`: the query tokens, and the
+    tokens before them in the window of the first one.
 
     Args:
         seq_lens: [R] int32; the first `num_decodes` requests are decodes.
         query_start_loc: [R + 1] int32.
         num_decodes: requests to leave out at the start.
         window_size: tokens of the window.
-        replay_start: [R] int32 first position of each sequence that the cache has rows of; None: 0.
+        replay_start: [R] int32 first position of each sequence of which the cache has a row; None: 0.
         out: [R - num_decodes] int32, written in place when given.
 
     Returns:
@@ -178,17 +178,17 @@ def compute_prefill_gather_lens(
 
 
 def window_width(window_size: int, max_image_tokens: int = 0) -> int:
-    """Width of the lists that `compute_swa_indices_and_lens` makes: positions that a token's window may have."""
+    """The width of the lists of `compute_swa_indices_and_lens`: positions that a window may have."""
     return window_size + require_integer("max_image_tokens", max_image_tokens, 0)
 
 
 def combined_width(topk: int, window_size: int, max_image_tokens: int = 0) -> int:
-    """Width of the lists that `combine_topk_swa_indices` makes."""
+    """The width of the lists of `combine_topk_swa_indices`."""
     return -(-(topk + window_width(window_size, max_image_tokens)) // LIST_ALIGN) * LIST_ALIGN
 
 
 def _visible(place: Place, tokens: int, left_visible: Any, right_visible: Any) -> tuple[Array | None, Array | None]:
-    """How many positions of an image stand before and behind each token; None twice where no token is an image's."""
+    """Check `left_visible` and `right_visible`; both are None without images."""
     require_together(left_visible=left_visible, right_visible=right_visible)
     left, right = place.optional(left_visible=left_visible, right_visible=right_visible)
     for array in filter(None, (left, right)):
@@ -232,8 +232,8 @@ def combine_topk_swa_indices(
         seq_lens: [R] int32.
         gather_lens: [R] int32, from `compute_prefill_gather_lens`.
         window_size: tokens of the window.
-        compress_ratio: tokens that a compressed row stands for; 0: a token attends its window alone.
-        topk: most compressed rows a token attends; 0 for layers without.
+        compress_ratio: tokens that a compressed row stands for; 0: a token attends over its window alone.
+        topk: compressed rows over which a token attends at most; 0 in layers without them.
         M: workspace rows a request.
         N: workspace rows that are kept for compressed rows.
         left_visible, right_visible: [T] int32 positions of each token's image before it and behind it; both or none.

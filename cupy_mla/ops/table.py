@@ -1,10 +1,10 @@
 """The table of operations: one row for each public operation that has a kernel.
 
-These read it: the self-check (`cupy_mla.selfcheck`), the tests that hold for every operation, the sanitizer cases
-(`benchmarks/small_cases.py`) and the torch custom ops (`cupy_mla.integrations.torch_ops`). No operation imports it.
+The self-check (`cupy_mla.selfcheck`), the tests of all operations, the sanitizer cases (`benchmarks/small_cases.py`)
+and the torch custom ops (`cupy_mla.integrations.torch_ops`) read it. No operation imports it.
 
-To add an operation: an `Operation` in `TABLE`. Its example calls are a function of a random generator and a `Wanted`;
-the long ones stand in `ops/examples.py`.
+To add an operation, add an `Operation` to `TABLE`. Its example calls are made by a function of a random generator and a
+`Wanted`; the long ones stand in `ops/examples.py`.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ from .examples import ALL, Call, Wanted
 class Result(NamedTuple):
     """An array that an operation allocates and returns.
 
-    The caller may give it instead when the operation has a parameter of the same name.
+    If the operation has a parameter of the same name, the caller may give the array.
 
     Attributes:
-        shape: its shape, a function of the operation's arguments by name.
-        dtype: its dtype, or the one that it has by default.
-        setting: the bool setting without which it is not returned; "" when it always is.
-        of: the optional array without which None is returned in its place; "" when it always is there.
-        unless: the bool setting, True by default, that is False where None is returned in its place; "": there is none.
-        dtype_setting: the setting that names the dtype, if there is one.
-        half: the array that makes it float16 when it is float16; "": none does.
+        name: the result's name.
+        shape: a function from the operation's arguments, by name, to the shape.
+        dtype: the dtype, or its default.
+        setting: a bool setting; the result is returned only if it is True. "": always.
+        of: an optional array; if it is not given, None is returned in the place of the result. "": never.
+        unless: a bool setting, True by default; if it is False, None is returned in the place of the result. "": never.
+        dtype_setting: a setting that names the dtype, if there is one.
+        half: an array; if it is float16, so is the result. "": there is none.
     """
 
     name: str
@@ -70,11 +71,11 @@ class Result(NamedTuple):
     half: str = ""
 
     def is_made(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether a call with these arguments has it."""
+        """Whether a call with these arguments makes it."""
         return (not self.setting or bool(arguments.get(self.setting))) and self.is_there(arguments)
 
     def is_there(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the array is given without which there is none, and the setting is True."""
+        """Whether a call with these arguments does not return None in its place."""
         if self.unless and not arguments.get(self.unless, True):
             return False
         return not self.of or arguments.get(self.of) is not None
@@ -94,17 +95,16 @@ class Operation:
     Attributes:
         function: the public function. A parameter annotated `A` or `AnyArray` (`cupy_mla.typing`) is an array, optional
             if its default is None; every other parameter is a setting.
-        examples: yields its example calls. Shapes and settings depend on the `Wanted` alone, values on the generator.
-            The first call gives every array that the caller may give, but for results.
-        written: the arrays that it writes in place, if they are given.
-        results: the arrays that it allocates and returns, in order.
+        examples: yields example calls. Shapes and settings depend on the `Wanted` alone, values on the generator. The
+            first call gives every array that the caller may give, except results.
+        written: arrays that it writes in place, if they are given.
+        results: arrays that it allocates and returns, in order.
         optional: arrays that may be None though the parameter has no default.
-        layouts: the cache layouts that it is for; (): all of them, or none in particular.
-        writer: for a function that returns views of what it writes: the function that writes it, with the same
-            parameters.
-        exact: whether the GPU and NumPy give the same bits, or agree to rounding.
-        of_largest: by how much of a result's largest value they may differ besides, where the GPU rounds summands.
-        training: whether no model that serves calls it.
+        layouts: the cache layouts that it is for; (): all, or none in particular.
+        writer: if the function returns views of what it writes, the operation that writes, with the same parameters.
+        exact: whether the GPU and NumPy give the same bits; else they agree up to rounding.
+        of_largest: because the GPU rounds summands, they may also differ by this part of a result's largest value.
+        training: whether only training calls it.
     """
 
     function: Callable[..., Any]
@@ -140,12 +140,12 @@ class Operation:
         return parameter in self.optional or self.parameters[parameter].default is None
 
     def calls(self, rng: np.random.Generator, wanted: Wanted = ALL) -> Iterator[Call]:
-        """Its example calls, none if it has nothing to do with the wanted layouts."""
+        """Its example calls; none if it is for other layouts than the wanted ones."""
         if not self.layouts or set(self.layouts) & set(wanted.layouts):
             yield from self.examples(rng, wanted)
 
     def arguments(self, call: Call, put: Callable[[np.ndarray], Any]) -> dict[str, Any]:
-        """Of a call, with copies of its arrays, made by `put`."""
+        """The arguments of a call, with copies of its arrays, made by `put`."""
         return {
             name: _copied(value, put, name in call.unaligned) if isinstance(value, np.ndarray) else value
             for name, value in call.arguments.items()
@@ -155,10 +155,10 @@ class Operation:
         """Make a call on copies of its arrays.
 
         Args:
-            put: makes the caller's kind of array of a NumPy array.
+            put: converts a NumPy array to the kind of array that the call gets.
 
         Returns:
-            what it wrote and what it returned.
+            the arrays that it wrote in place and those that it returned.
         """
         arguments = self.arguments(call, put)
         returned = self.function(**arguments)
@@ -168,7 +168,7 @@ class Operation:
 
 
 def _copied(array: np.ndarray, put: Callable[[np.ndarray], Any], unaligned: bool) -> Any:
-    """A copy of the kind that `put` makes. The blocks of a cache stay as far apart as they are."""
+    """A copy, made by `put`. It keeps the block stride of a cache. `unaligned`: its rows start at odd items."""
     if unaligned:
         whole = np.zeros((*array.shape[:-1], array.shape[-1] + 8), array.dtype)
         whole[..., 1:-7] = array

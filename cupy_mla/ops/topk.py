@@ -1,7 +1,8 @@
 """Selection: the KV rows with the largest logits, exact and deterministic.
 
-A row of logits keeps its k largest entries; of equal ones those with lower indices (+0 and -0 are equal), and NaN is
-less than every number. Results ascend by position, with -1 behind the last; attention is faster over ascending lists.
+The k largest entries of a row of logits are chosen; of equal ones those with lower indices (+0 and -0 are equal), and
+NaN is less than every number. Results ascend by position, with -1 behind the last: attention is faster over ascending
+lists.
 
 Source: DeepSeek-V3.2 (DeepSeek Sparse Attention).
 """
@@ -42,18 +43,18 @@ def topk_indices(
 ) -> A:
     """Positions of the k largest logits of each row's range, exact and deterministic.
 
-    Of equal ones those with lower positions are taken (+0 and -0 are equal), and NaN is less than every number.
+    Of equal ones those with lower positions are chosen (+0 and -0 are equal), and NaN is less than every number.
 
     Args:
         logits: [M, N] float32 or bfloat16, any row stride.
         k: 1 to 4096.
-        starts, ends: [M] int32; row i is looked at from `max(starts[i], 0)` to before `min(ends[i], N)`. Default: all
-            of it.
-        sort: ascending by position. False allows any order; results are ascending all the same.
+        starts, ends: [M] int32; the range of row i is `max(starts[i], 0) <= column < min(ends[i], N)`. Default: the
+            whole row.
+        sort: results ascend by position. With False they may have any order, but ascend all the same.
         out: [M, k] int32, written in place when given.
 
     Returns:
-        [M, k] int32, relative to the row's start; -1 behind the last where the range is shorter than k.
+        [M, k] int32, relative to the start of the range; -1 behind the last if the range is shorter than k.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -107,9 +108,10 @@ def select_rows(
         block_table: [R, width] int32 blocks of each request. With it the results are slots of the paged KV cache, as
             `convert_req_index_to_global_index` gives them, instead of positions.
         block_size: tokens a block of that cache.
-        max_workspace_bytes: most memory that logits take; more queries are worked on in chunks, of one query at least.
+        max_workspace_bytes: limit of the memory for logits. Queries are worked on in chunks that fit it, of at least
+            one.
         out: [M, k] int32, written in place when given.
-        blocks: [M, C] int32, C up to 4096: is given the `candidate_blocks` of the same logits.
+        blocks: [M, C] int32, C up to 4096, when given: the `candidate_blocks` of the same logits are written to it.
 
     Returns:
         [M, k] int32: positions relative to the token's start, or slots, ascending by position; -1 behind the last.
@@ -173,14 +175,14 @@ def select_rows_paged(
 
     Args:
         q8, kv_cache, w, context_lens, block_table: as for `paged_indexer_logits`.
-        max_context_len: keys beyond it are not looked at. Where it is at most `k` no logits are computed.
+        max_context_len: keys beyond it are ignored. If it is at most `k`, no logits are computed.
         k: 1 to 4096.
         slots: return slots by the same block table and block size, instead of positions in the request.
-        max_workspace_bytes: most memory that logits take; more requests are worked on in chunks, of one request at
-            least.
-        schedule: as for `paged_indexer_logits`; chunks do without it.
+        max_workspace_bytes: limit of the memory for logits. Requests are worked on in chunks that fit it, of at least
+            one.
+        schedule: as for `paged_indexer_logits`; it is ignored if there are several chunks.
         out: [B * n, k] int32, written in place when given.
-        blocks: [B * n, C] int32, C up to 4096: is given the `candidate_blocks` of the same logits.
+        blocks: [B * n, C] int32, C up to 4096, when given: the `candidate_blocks` of the same logits are written to it.
 
     Returns:
         [B * n, k] int32: positions, or slots, ascending by position; -1 behind the last.
@@ -220,7 +222,7 @@ def select_rows_paged(
 
 
 def _require_blocks(blocks: Array | None, queries: int) -> None:
-    """Check an array that is given candidate blocks."""
+    """Check the array to which candidate blocks are written."""
     if blocks is None:
         return
     count = blocks.require(INT32, queries, "C").require_writable().shape[1]

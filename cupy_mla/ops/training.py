@@ -1,8 +1,8 @@
-"""What the lightning indexer learns from: `attention_target` and `indexer_loss` over index lists, and the same over
-ranges of rows, for its warm-up.
+"""Training of the lightning indexer: `attention_target` and `indexer_loss` over index lists, and the same over ranges
+of rows, for its warm-up.
 
 Source: DeepSeek-V3.2 (DeepSeek Sparse Attention, section 2.1): the indexer's scores, as a distribution over the keys,
-are drawn to where the attention's heads look.
+are trained to be the distribution of the attention's weights, summed over the heads.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ def attention_target(
     topk_length: AnyArray | None = None,
     out: A | None = None,
 ) -> A:
-    """Where the heads of a query token look together: the weights of `sparse_prefill`, summed over the heads.
+    """The attention weights of each query token, summed over its heads: those of `sparse_prefill`.
 
     For each query token i, over the valid entries j of its list, which name the rows `r_j`::
 
         out[j] = sum_h sigma[h] * exp(sm_scale * dot(q[h], r_j) - lse[h])
         sigma[h] = 1 / (1 + exp(attn_sink[h] - lse[h]))        1 without a sink
 
-    It is what `indexer_loss` takes as `target`, and divides by its sum. Heads that several GPUs share are summed up
-    before: an all-reduce of `out`. The same call gives the same bits.
+    `indexer_loss` takes it as `target`, and divides it by its sum. If the heads are distributed over several GPUs, sum
+    `out` over these before (all-reduce). The same call gives the same bits.
 
     Args:
         q, kv, indices, sm_scale, topk_length: those of the attention.
-        lse: [s_q, h_q] float32, of the attention: natural logarithm, over the rows alone.
-        attn_sink: [h_q] float32, to have what the sinks take away left out of the weights; mostly they stay whole.
+        lse: [s_q, h_q] float32, the attention's: natural logarithm, over the rows alone.
+        attn_sink: [h_q] float32; weights are multiplied by `sigma`. Usually it is not given, so that weights of a head
+            sum up to 1.
         out: [s_q, topk] float32, written in place when given.
 
     Returns:
@@ -92,27 +93,27 @@ def dense_attention_target(
     attn_sink: AnyArray | None = None,
     out: A | None = None,
 ) -> A:
-    """`attention_target` over ranges of rows: where the heads of a query token look in dense attention.
+    """`attention_target` over ranges of rows, for dense attention.
 
-    For each query token i, over the rows j from `starts[i]` up to `ends[i]`, without that::
+    For each query token i, over the rows `starts[i] <= j < ends[i]`::
 
         out[j] = sum_h sigma[h] * exp(sm_scale * dot(q[h], kv[j]) - lse[h])
         sigma[h] = 1 / (1 + exp(attn_sink[h] - lse[h]))        1 without a sink
 
-    It has a number for every token and row. Of a long sequence take some tokens at a time, and their
-    `dense_indexer_loss`.
+    The result has a number for every token and row. For a long sequence, compute it and `dense_indexer_loss` for some
+    tokens at a time.
 
     Args:
         q: [M, h_q, d_qk] bfloat16, query tokens; d_qk is 576 or 512.
         kv: [N, 1, d_qk] bfloat16, rows.
-        lse: [M, h_q] float32, of the dense attention, as `dense_lse` has it.
-        sm_scale: factor on dot products.
-        starts, ends: [M] int32 rows that a token looks at; in a sequence from row `a` on, `a` and its own row + 1.
-        attn_sink: [h_q] float32, to have what the sinks take away left out of the weights; mostly they stay whole.
+        lse: [M, h_q] float32, the dense attention's, for instance from `dense_lse`.
+        sm_scale: factor on the dot products.
+        starts, ends: [M] int32 range of rows of each token: the first row of its sequence, and its own row + 1.
+        attn_sink: as for `attention_target`.
         out: [M, N] float32, written in place when given.
 
     Returns:
-        [M, N] float32, 0 outside of the range.
+        [M, N] float32, 0 outside of the ranges.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -137,15 +138,15 @@ def dense_attention_target(
 
 @operation
 def dense_lse(q: A, kv: AnyArray, sm_scale: float, starts: AnyArray, ends: AnyArray, *, out: A | None = None) -> A:
-    """lse of dense attention over ranges of rows, for `dense_attention_target` where the attention's own kernel does
-    not return it.
+    """lse of dense attention over ranges of rows, for `dense_attention_target` if the attention's kernel does not
+    return it.
 
     Args:
-        q, kv, sm_scale, starts, ends: as `dense_attention_target` takes them.
+        q, kv, sm_scale, starts, ends: as for `dense_attention_target`.
         out: [M, h_q] float32, written in place when given.
 
     Returns:
-        [M, h_q] float32 natural logarithm of the sum of exponentials, +inf of an empty range.
+        [M, h_q] float32 natural logarithm of the sum of exponentials; +inf for an empty range.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -191,7 +192,7 @@ def indexer_loss(
     dk_index: A | None = None,
     dw: A | None = None,
 ) -> tuple[A, A | None, A | None, A | None]:
-    """How far the indexer's scores are from where attention looks, and the gradients of that.
+    """The divergence of the indexer's scores from the attention's weights, and its gradients.
 
     For each query token i, over the valid entries j of its list, which name the keys `k_j`::
 
@@ -206,18 +207,16 @@ def indexer_loss(
         dq_index = sum_j dz[h, j] * k_j
         dk_index = sum over all (i, h, j) that name the key: dz[h, j] * q_index[h]
 
-    - Gradients come with the loss, for nothing but the gradient of the loss itself is still to come: a factor. With
-      torch the loss differentiates by itself where q_index, k_index or w want a gradient.
-    - A token counts that has a valid entry, and `counted`, if that is given. Others have the gradient 0, and nothing
-      comes from them, whatever they hold. Nor does anything come from a key that no valid entry names; its gradient
-      is 0.
-    - `quantized`: q_index and k_index are e4m3 numbers times float32 scales, of a token's head and of a key, in every
-      formula, and scores those of `quantize_indexer_q`, `indexer_k_quant_and_cache` and `indexer_logits`. On a GPU
-      numbers and scales are multiplied apart, so nothing is rounded once more. Gradients go straight through to
-      q_index and k_index, as if rounding were the identity.
-    - An entry that names a key once more is an entry of its own in both distributions. `target` and lists have no
-      gradient.
-    - The same call gives the same bits, run after run: nothing is added by atomics. They do not depend on
+    - Gradients are returned with the loss; the backward only multiplies them by the gradient of the loss, a number. A
+      torch loss has such a backward if q_index, k_index or w requires a gradient.
+    - A token counts if it has a valid entry, and if `counted`, where given, says so. Other tokens have the gradient 0
+      and add nothing, whatever they hold. A key that no valid entry names has the gradient 0 and adds nothing.
+    - `quantized`: in every formula q_index and k_index are e4m3 numbers times float32 scales, one for each head of a
+      token and for each key. So scores are those of `quantize_indexer_q`, `indexer_k_quant_and_cache` and
+      `indexer_logits`. On a GPU numbers and scales are multiplied separately, so there is no other rounding. Gradients
+      go straight through to q_index and k_index, as if rounding were the identity.
+    - A key that a list names twice has two entries in both distributions. `target` and lists have no gradient.
+    - The same call gives the same bits, run after run: nothing is added by atomics. The bits do not depend on
       `max_workspace_bytes`, nor on the order of a list (and its target) that names no key twice.
     - NaN and infinity reach the loss, and the gradients of the token and of the keys it lists, no others.
 
@@ -228,22 +227,22 @@ def indexer_loss(
         q_index: [T, H, 128] bfloat16, the indexer's queries, 1 to 128 heads.
         k_index: [N, 128] bfloat16, its keys.
         w: [T, H] float32, the heads' weights with all factors, as `indexer_logits` takes them.
-        target: [T, topk] float32, of `attention_target`, in the order of the lists.
+        target: [T, topk] float32, from `attention_target`, in the order of the lists.
         indices: [T, 1, topk] int32, the lists of the attention.
         topk_length: [T] int32 lengths of lists.
         loss_coeff: a factor.
-        counted: [T] bool; others do not count, as those of padding.
-        per_token: leave out the division by N: the sum over the tokens.
-        relu: of the indexer's heads; models of GLM-5's kind have none.
-        quantized: score as inference does, with q_index and k_index rounded to e4m3.
-        scale_format: of their scales, "fp32" or "ue8m0", as `quantize_indexer_q` and `indexer_k_quant_and_cache` take
-            it; only looked at with `quantized`.
-        gradients: without, the last three results are None.
-        gradient_dtype: of dq_index and dk_index that are allocated. Arrays that are given may have either dtype.
+        counted: [T] bool; tokens with False do not count, for instance padding.
+        per_token: do not divide by N: the loss is a sum over the tokens.
+        relu: the indexer's heads have a relu; those of GLM-5's kind have none.
+        quantized: compute scores as inference does, with q_index and k_index rounded to e4m3.
+        scale_format: of their scales, "fp32" or "ue8m0", as for `quantize_indexer_q` and `indexer_k_quant_and_cache`;
+            used only with `quantized`.
+        gradients: if False, the last three results are None.
+        gradient_dtype: of dq_index and dk_index if they are allocated. Arrays that are given may have either dtype.
         accumulate: add to what `dk_index` holds, which must be given and float32: for parts of a batch.
-        max_workspace_bytes: most memory beside the results, on a GPU; more query tokens are worked on in chunks, of
-            one token at least. A token takes about `topk * (276 + H / 8) + N / 2` bytes; with `quantized` besides
-            `260 * H + 4 * topk`, and a key 260.
+        max_workspace_bytes: limit of the memory beside the results, on a GPU. Query tokens are worked on in chunks
+            that fit it, of at least one token. A token takes about `topk * (276 + H / 8) + N / 2` bytes; with
+            `quantized` besides `260 * H + 4 * topk`, and a key 260.
         dq_index: [T, H, 128] bfloat16 or float32, written in place when given.
         dk_index: [N, 128] bfloat16 or float32, written in place when given.
         dw: [T, H] float32, written in place when given.
@@ -301,22 +300,22 @@ def dense_indexer_loss(
     dk_index: A | None = None,
     dw: A | None = None,
 ) -> tuple[A, A | None, A | None, A | None]:
-    """`indexer_loss` over ranges of keys, for the warm-up beside dense attention: the same formulas, over the keys from
-    `starts[i]` up to `ends[i]`, without that, in the place of a list.
+    """`indexer_loss` over ranges of keys, for the warm-up with dense attention: the same formulas, over the keys
+    `starts[i] <= j < ends[i]` instead of a list.
 
-    Parts of a long sequence come one after the other, as `target` has a number for every token and key: with
-    `per_token` and, for dk_index, `accumulate`. `cupy_mla.integrations.training.warmup_loss` does so.
+    `target` has a number for every token and key. So call it for parts of a long sequence, with `per_token` and, for
+    dk_index, `accumulate`. `cupy_mla.integrations.training.warmup_loss` does so.
 
     Args:
         q_index: [T, H, 128] bfloat16, the indexer's queries, 1 to 128 heads.
         k_index: [N, 128] bfloat16, its keys.
         w: [T, H] float32, the heads' weights with all factors, as `indexer_logits` takes them.
-        target: [T, N] float32, of `dense_attention_target`; nothing is read outside of the ranges.
-        starts, ends: [T] int32 keys that a token scores.
+        target: [T, N] float32, from `dense_attention_target`; nothing is read outside of the ranges.
+        starts, ends: [T] int32 range of keys of each token.
         loss_coeff, counted, per_token, relu, quantized, scale_format, gradients, gradient_dtype, accumulate: as in
             `indexer_loss`.
-        max_workspace_bytes: most memory beside the results, on a GPU; more query tokens are worked on in chunks, of
-            one token at least. A token takes about `N * (268 + H / 8)` bytes; with `quantized` besides
+        max_workspace_bytes: limit of the memory beside the results, on a GPU. Query tokens are worked on in chunks
+            that fit it, of at least one token. A token takes about `N * (268 + H / 8)` bytes; with `quantized` besides
             `260 * H + 4 * N`, and a key 260.
         dq_index: [T, H, 128] bfloat16 or float32, written in place when given.
         dk_index: [N, 128] bfloat16 or float32, written in place when given.
@@ -351,7 +350,7 @@ def dense_indexer_loss(
 
 
 def _require_attention(a: Target) -> tuple[int, int, int]:
-    """Check queries, rows and lse; returns how many query tokens, heads and rows there are."""
+    """Check queries, rows and lse; returns the numbers of query tokens, heads and rows."""
     tokens, heads, d_qk = a.q.require(BFLOAT16, "s_q", "h_q", HEAD_DIMS).shape
     require_heads(heads)
     rows = a.kv.require(BFLOAT16, "s_kv", 1, d_qk).shape[0]
@@ -363,7 +362,7 @@ def _require_attention(a: Target) -> tuple[int, int, int]:
 
 
 def _squeezed(a: Target, out: arrays.Array) -> Target:
-    """The arguments as the twins take them."""
+    """The arguments as the twins take them: without axes of length 1, with the scale checked and the result."""
     a.kv.without_axis(1)
     return a._replace(sm_scale=require_scale("sm_scale", a.sm_scale), out=out)
 
@@ -376,7 +375,7 @@ def _require_ranges(starts: arrays.Array, ends: arrays.Array, tokens: int, rows:
 
 
 def _require_indexer(a: IndexerLoss) -> tuple[int, int]:
-    """Check queries, keys and weights; returns how many tokens and keys there are."""
+    """Check queries, keys and weights; returns the numbers of tokens and keys."""
     tokens, heads, _ = a.q_index.require(BFLOAT16, "T", "H", D).shape
     require_heads(heads, "q_index")
     a.w.require(FLOAT32, tokens, heads)
@@ -386,7 +385,7 @@ def _require_indexer(a: IndexerLoss) -> tuple[int, int]:
 def _loss(
     place: Place, a: IndexerLoss, width: int, gradient_dtype: GradientDtype, quantized: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """Check the other arguments of a loss over lists or ranges of so many entries, and compute it."""
+    """Check the other arguments of a loss over lists or ranges of `width` entries, and compute it."""
     (tokens, heads, _), keys = a.q_index.shape, a.k_index.shape[0]
     for name in ("per_token", "relu", "gradients", "accumulate"):
         require_bool(name, getattr(a, name))

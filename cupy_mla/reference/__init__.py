@@ -1,1 +1,1 @@
-"""The operations in plain NumPy: what runs without a GPU, and a second opinion for the kernels."""
+"""The operations in plain NumPy. They run without a GPU, and the kernels are compared with them."""

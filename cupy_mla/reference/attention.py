@@ -64,7 +64,7 @@ def valid_entries(
     request: int,
     capacity: int,
 ) -> np.ndarray:
-    """The entries of one query's list that name a row; those at or after the length are not looked at."""
+    """The entries of one query's list that name a row. Those at or after the length are ignored."""
     entries = indices[query]
     if length is not None:
         entries = entries[: max(int(length[request]), 0)]
@@ -74,7 +74,7 @@ def valid_entries(
 def _attend(heads: np.ndarray, rows: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Softmax attention of heads [h, d_qk] over rows [n, d_qk]: out [h, 512], max_logits [h], lse [h].
 
-    Without rows out is 0 and both others are -inf, as `merge_partials` wants it of an empty split.
+    Without rows out is 0 and both others are -inf, which `merge_partials` expects from an empty split.
     """
     if len(rows) == 0:
         nothing = np.full(len(heads), -np.inf)
@@ -85,12 +85,12 @@ def _attend(heads: np.ndarray, rows: np.ndarray, scale: float) -> tuple[np.ndarr
     weights = np.exp(logits - top[:, None])
     total = weights.sum(axis=1)
     out = weights @ rows[:, :D_V] / total[:, None]
-    # In float64: lse may cancel to almost nothing, and is held to 1e-6 there.
+    # In float64: top and the logarithm may cancel, and tests hold lse to an absolute error of 1e-6.
     return out, top, top + np.log(total, dtype=np.float64)
 
 
 def _finish(out: np.ndarray, lse: np.ndarray, sink: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Apply the sink, and give a query without rows what callers see: out 0 and lse +inf, whatever the sink."""
+    """Apply the sink, and give a query without rows the results that callers see: out 0 and lse +inf."""
     empty = np.isneginf(lse)
     if sink is not None:
         out = out / (1 + np.exp(sink - lse))[:, None]

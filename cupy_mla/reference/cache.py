@@ -14,7 +14,7 @@ from ..layouts import LEAST_SCALE, Layout
 from . import mxfp4, nvfp4
 
 FLT_MIN = np.finfo(np.float32).tiny
-AMAX_FLOOR = 1e-4  # keeps power-of-two scales from vanishing with a tile's values
+AMAX_FLOOR = 1e-4  # power-of-two scales are made of at least this, so that none is 0
 E8M0_BIAS = 127
 SCALE_BYTES = {"call": 0, "fp32": 4, "ue8m0": 1, "e4m3": 1}
 
@@ -29,7 +29,7 @@ def concat_and_cache_mla(
     round_up: bool,
     k_scale: float | np.ndarray,
 ) -> None:
-    """Write tokens whose RoPE values come apart; see `cupy_mla.concat_and_cache_mla`."""
+    """Write tokens whose RoPE values are an array of their own; see `cupy_mla.concat_and_cache_mla`."""
     no_rope = np.zeros((len(kv_c), layout.d_qk - kv_c.shape[1] - k_pe.shape[1]), BFLOAT16)
     rows = np.concatenate([kv_c, k_pe, no_rope], axis=1)
     pack_rows(layout, rows, cache, slots, round_up, k_scale)
@@ -53,15 +53,15 @@ def pack_rows(
     k_scale: float | np.ndarray = 1.0,
     least_scale: float = LEAST_SCALE,
 ) -> None:
-    """Write rows into a cache of any layout; one whose slot is not in the cache is skipped.
+    """Write rows into a cache of any layout. A row whose slot is not in the cache is skipped.
 
     Args:
         rows: [T, d_qk] bfloat16.
         cache: [num_blocks, block_size, last axis] in `layout`.
         slots: [T'] integers, T' <= T.
-        round_up: round scales up: float32 ones to powers of two, e4m3 ones, which are else the nearest.
-        k_scale: the scale of all rows, of a layout whose scale a call brings.
-        least_scale: of UE8M0 scales, a power of two.
+        round_up: round scales up: float32 ones to powers of two, e4m3 ones to the next e4m3 number, not the nearest.
+        k_scale: the scale of all rows, for layouts whose scale is an argument.
+        least_scale: the smallest UE8M0 scale, a power of two.
     """
     tokens, block, offset = _targets(slots, cache)
     rows = rows[tokens]
@@ -94,10 +94,10 @@ def rows_of(cache: np.ndarray, layout: Layout, slots: np.ndarray, k_scale: float
     Args:
         cache: [num_blocks, block_size, last axis] in `layout`.
         slots: [n] integers, each in 0 .. num_blocks * block_size - 1.
-        k_scale: the scale of all rows, of a layout whose scale a call brings.
+        k_scale: the scale of all rows, for layouts whose scale is an argument.
 
     Returns:
-        [n, d_qk] float32, `float(code) * scale` where the layout quantizes.
+        [n, d_qk] float32; in quantized layouts `float(code) * scale`.
     """
     block, offset = np.divmod(slots, cache.shape[1])
     if not layout.quantized:
@@ -110,7 +110,7 @@ def rows_of(cache: np.ndarray, layout: Layout, slots: np.ndarray, k_scale: float
     rows[:, : layout.d_nope] = mxfp4.unpacked(nope) if layout.code_bits == 4 else nope.view(E4M3)
     rows[:, layout.d_nope :] = _rope_numbers(layout, rope)
     tiles = rows[:, : layout.d_nope].reshape(len(slots), layout.num_scales, layout.scale_tile)
-    tiles[...] = np.where(scales[..., None] == 0, 0, tiles * scales[..., None])  # whatever is stored under a scale of 0
+    tiles[...] = np.where(scales[..., None] == 0, 0, tiles * scales[..., None])  # 0 also for NaN codes
     return rows
 
 
@@ -125,13 +125,14 @@ def unpack_rows(
 
 
 def rope_bits(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndarray:
-    """The RoPE parts [n, d_rope] bfloat16 of rows in a quantized cache, bit for bit where they are stored so."""
+    """The RoPE parts [n, d_rope] bfloat16 of rows in a quantized cache; if they are stored in bfloat16, the same
+    bits."""
     block, offset = np.divmod(slots, cache.shape[1])
     return _rope_numbers(layout, _regions(layout, cache)[1][block, offset]).astype(BFLOAT16)
 
 
 def _targets(slots: np.ndarray, cache: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which tokens are written, and the block and the offset in it that each goes to."""
+    """The tokens that are written, and the block and the offset in it of each."""
     num_blocks, block_size, _ = cache.shape
     tokens = np.flatnonzero((slots >= 0) & (slots < num_blocks * block_size))
     return tokens, *np.divmod(slots[tokens], block_size)
@@ -140,7 +141,7 @@ def _targets(slots: np.ndarray, cache: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def _regions(layout: Layout, cache: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Views of the cache's NoPE, RoPE and scale bytes, each [num_blocks, block_size, bytes a token].
 
-    The cache's own last axis is nominal where scales stand apart: only the bytes of a whole block mean anything.
+    If a block's scales stand behind its tokens' data, the cache's last axis does not tell where a token's bytes are.
     """
     num_blocks, block_size, _ = cache.shape
     block_stride = cache.strides[0]
@@ -159,7 +160,7 @@ def _regions(layout: Layout, cache: np.ndarray) -> tuple[np.ndarray, np.ndarray,
 
 
 def _tiles(layout: Layout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The quantized part as float32 [n, scales, tile] and each tile's largest magnitude, NaN left aside."""
+    """The quantized part as float32 [n, scales, tile], and the largest magnitude of each tile, which ignores NaN."""
     values = rows[:, : layout.d_nope].astype(np.float32).reshape(len(rows), layout.num_scales, layout.scale_tile)
     return values, np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
 
@@ -179,9 +180,9 @@ def _scales(layout: Layout, amax: np.ndarray, power_of_two: bool, least_scale: f
 
 
 def _ceil_log2(x: np.ndarray) -> np.ndarray:
-    """Exponent of the smallest power of two that is not below x > 0; exact, which a logarithm is not.
+    """The exponent of the smallest power of two that is not below x > 0. It is exact, unlike a logarithm.
 
-    Infinity gets the exponent that float32 stores it with.
+    Infinity has the exponent with which float32 stores it.
     """
     mantissa, exponent = np.frexp(x)
     return np.where(np.isinf(x), 255 - E8M0_BIAS, exponent - (mantissa == 0.5))

@@ -1,4 +1,4 @@
-"""Dense attention over a paged cache in plain NumPy: one query at a time, as `reference.attention`."""
+"""Dense attention over a paged cache in plain NumPy, one query at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def dense_decode(a: DenseDecode) -> None:
 
 
 def _seen_slots(a: DenseDecode, request: int, token: int) -> np.ndarray:
-    """The slots of the rows that a query sees, but for those that the table or the cache has not."""
+    """The slots of the rows that a query sees, without rows that the table or the cache does not have."""
     num_blocks, block_size, _ = a.cache.shape
     table = a.block_table[request]
     end = int(a.seq_lens[request]) - (a.q.shape[1] - 1 - token if a.causal else 0)

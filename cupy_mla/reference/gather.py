@@ -1,4 +1,4 @@
-"""Bringing rows together, in plain NumPy."""
+"""Gathers of cached rows, and concatenation of queries, in plain NumPy."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ def find_slots(
     block_size: int,
     block_stride: int | None = None,
 ) -> np.ndarray:
-    """Slot of each position of a request, int64; negative where the request, the column or the block does not exist.
+    """The slot of each position of a request, int64; negative if the request, the column or the block does not exist.
 
-    `request` and `positions` are broadcast against each other. From a block to the next there are `block_stride` slots,
-    `block_size` unless it is given.
+    `request` and `positions` are broadcast. `block_stride` is the number of slots from a block to the next; None:
+    `block_size`.
     """
     requests, width = block_table.shape
     column, offset = np.divmod(positions, block_size)

@@ -15,9 +15,10 @@ from .indices import find_slots
 D = INDEXER_FP8.d_qk
 ROPE = 64  # values of a row that are rotated
 CANDIDATE_BLOCK = 8  # keys
-SCHEDULE_UNIT, SCHEDULE_BLOCKS_AT = 64, 5  # keys; words of a share before the blocks of its first units
-SHARES_AT_ONCE = 288  # of a schedule: up to so many are equal
-PARTS_OF_THIRDS = 0, 920, 975, 1000  # of 1000 units, where the thirds of more shares begin and end
+SCHEDULE_UNIT = 64  # keys
+SCHEDULE_BLOCKS_AT = 5  # words of a share before the blocks of its first units
+SHARES_AT_ONCE = 288  # up to so many shares of a schedule are equal
+PARTS_OF_THIRDS = 0, 920, 975, 1000  # with more shares: where each third of them begins and ends, of 1000 units
 AMAX_FLOOR = np.float32(1e-10)
 
 
@@ -41,7 +42,8 @@ def quantize_indexer_q(a: QuantizeQ) -> None:
 
 
 def rounded(values: np.ndarray, floor: np.float32, scale_format: str) -> tuple[np.ndarray, np.ndarray]:
-    """Float32 values [..., 128] as e4m3 numbers, and their scales [...] float32, of magnitudes of at least `floor`."""
+    """Float32 values [..., 128] as e4m3 numbers, and their scales [...] float32. A scale is made of at least
+    `floor`."""
     amax = np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
     scales = np.maximum(amax, floor) / np.float32(E4M3_MAX)
     if scale_format == "ue8m0":
@@ -50,7 +52,8 @@ def rounded(values: np.ndarray, floor: np.float32, scale_format: str) -> tuple[n
 
 
 def _rotated(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, interleaved: bool) -> np.ndarray:
-    """x [T, H, ROPE] rotated by the angles of its tokens' positions; a position that has none leaves it as it is."""
+    """x [T, H, ROPE] rotated by the angles of its tokens' positions. Tokens whose position has no angles stay
+    unchanged."""
     known = (positions >= 0) & (positions < len(cos_sin))
     rows = cos_sin[positions[known]][:, None]
     cos, sin = rows[..., : ROPE // 2], rows[..., ROPE // 2 :]
@@ -107,19 +110,19 @@ def candidate_logits(of: CandidateKeys, out: np.ndarray) -> None:
         seen = (positions[row] >= 0) & (positions[row] < end)
         slots = find_slots(of.table, np.array(request), positions[row], block_size)
         seen &= (slots >= 0) & (slots < num_blocks * block_size)
-        seen[-(-max(end, 0) // CANDIDATE_BLOCK) * CANDIDATE_BLOCK :] = False  # no token has more blocks
+        seen[-(-max(end, 0) // CANDIDATE_BLOCK) * CANDIDATE_BLOCK :] = False  # a token has no more blocks than these
         out[row, seen] = _logits(of.q8[row], *_keys_of(of.cache, slots[seen]), of.w[row])
 
 
 def positions_of(candidates: np.ndarray) -> np.ndarray:
-    """Positions [T, 8 * C] int64 of the keys in candidate blocks [T, C]; negative ones of those that are none."""
+    """Positions [T, 8 * C] int64 of the keys in candidate blocks [T, C]; negative for blocks that are -1."""
     first = candidates.astype(np.int64) * CANDIDATE_BLOCK
     positions = first[..., None] + np.arange(CANDIDATE_BLOCK)
     return positions.reshape(len(candidates), CANDIDATE_BLOCK * candidates.shape[1])
 
 
 def _keys_of(cache: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The keys [n, 128] float64 in slots of a cache, and scales [n] float32 that they are to be multiplied by."""
+    """The keys [n, 128] float64 in slots of a cache, and their factors [n] float32."""
     layout = INDEXER_MXFP4 if cache.shape[2] == INDEXER_MXFP4.last_axis else INDEXER_FP8
     block, offset = np.divmod(slots, cache.shape[1])
     codes, scale_bytes = (region[block, offset] for region in key_regions(layout, cache))
@@ -154,7 +157,7 @@ def paged_indexer_schedule(
 
 
 def _begin_of_share(total: int, share: int, shares: int) -> int:
-    """Of `total` units: up to SHARES_AT_ONCE shares are equal, of more each third of them has a part of its own."""
+    """The unit at which a share begins. Up to SHARES_AT_ONCE shares are equal; of more, PARTS_OF_THIRDS says."""
     if shares <= SHARES_AT_ONCE:
         return total * share // shares
     third = -(-shares // 3)
@@ -174,4 +177,4 @@ def visible_keys(context_lens: np.ndarray, n: int) -> np.ndarray:
 def _logits(q8: np.ndarray, keys: np.ndarray, scales: np.ndarray, w: np.ndarray) -> np.ndarray:
     """Logits of one query token [H, D] over keys [n, D] float64: dot products of e4m3 are exact in any order."""
     dots = keys @ q8.view(E4M3).astype(np.float64).T
-    return ((np.maximum(dots, 0) * w).sum(axis=1) + 0.0) * scales  # no sum is -0
+    return ((np.maximum(dots, 0) * w).sum(axis=1) + 0.0) * scales  # + 0.0 turns -0 into 0

@@ -1,4 +1,4 @@
-"""MXFP4 in plain NumPy: e2m1 values, two a byte, each 32 of them under a power of two."""
+"""MXFP4 in plain NumPy: e2m1 values, two a byte, with a power of two as scale for each group of 32."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ..dtypes import E4M3, E8M0
 GROUP, NAN_SCALE = 32, 255
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([MAGNITUDES, -MAGNITUDES])  # by code
-BETWEEN = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)  # magnitudes that round to the even code
+BETWEEN = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)  # midpoints, which round to the even code
 LEAST_AMAX = np.float32(6 * 2.0**-126)
 WIDENED_BY = 6  # e4m3 numbers are e2m1 times 2^6 in the group of the largest scale
 
 
 @np.errstate(all="ignore")
 def quantize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of codes [..., n / 2] and of scales [..., n / 32] of bf16 numbers [..., n] float32. A group with a NaN has
-    the scale NaN, and codes of zero."""
+    """Codes [..., n / 2] and scales [..., n / 32], both uint8, of bf16 numbers [..., n] given as float32. A group with
+    a NaN has the scale NaN, and codes of zero."""
     groups = values.reshape(*values.shape[:-1], values.shape[-1] // GROUP, GROUP)
     amax = np.maximum(np.abs(groups).max(axis=-1, keepdims=True), LEAST_AMAX)
     mantissa, exponent = np.frexp(amax)  # amax / 6 = mantissa / 0.75 * 2 ** (exponent - 3)
@@ -28,7 +28,7 @@ def quantize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def codes_of(values: np.ndarray) -> np.ndarray:
-    """E2m1 codes of numbers, rounded to the nearest, ties to even codes, saturated at 6. Minus stays, of zeros too."""
+    """E2m1 codes of numbers: rounded to the nearest, ties to even codes, saturated at 6. Zeros keep their sign."""
     magnitudes = np.abs(values)
     codes = np.searchsorted(BETWEEN, magnitudes.reshape(-1)).reshape(values.shape)  # ties to the lower code,
     codes += (codes % 2 == 1) & (magnitudes == BETWEEN[np.minimum(codes, len(BETWEEN) - 1)])  # or to the even one
@@ -51,8 +51,8 @@ def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def widen(codes: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The values as e4m3 [..., n], and the factors [...] float32 that they are to be multiplied by: powers of two, zero
-    where float32 has none that is normal. Values of small groups of a row are rounded; see `cupy_mla.widen_mxfp4`."""
+    """The values as e4m3 [..., n], and their factors [...] float32: powers of two, or 0 where float32 has no normal
+    one. Values in small groups of a row are rounded; see `cupy_mla.widen_mxfp4`."""
     largest = scales.max(axis=-1).astype(np.int64)
     exponent = np.repeat(WIDENED_BY - (largest[..., None] - scales), GROUP, axis=-1)
     values = np.ldexp(unpacked(codes), exponent).astype(E4M3)

@@ -1,4 +1,4 @@
-"""NVFP4 in plain NumPy: e2m1 values, two a byte, under an e4m3 scale each 16 of them."""
+"""NVFP4 in plain NumPy: e2m1 values, two a byte, with an e4m3 scale for each tile of 16."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ E2M1_MAX = np.float32(6)
 
 
 def quantize(layout: Layout, values: np.ndarray, round_up: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of codes [n, d_nope / 2] and of scales [n, num_scales] of bf16 numbers [n, d_nope] float32. A tile with a
-    NaN or an infinity has the scale NaN, and codes of zero.
+    """Codes [n, d_nope / 2] and scales [n, num_scales], both uint8, of bf16 numbers [n, d_nope] given as float32. A
+    tile with a NaN or an infinity has the scale NaN, and codes of zero.
 
     Args:
-        round_up: scales are the next that are not below `amax / 6`, rather than the nearest.
+        round_up: a scale is the smallest that is not below `amax / 6`, not the nearest to it.
     """
     tiles = values.reshape(len(values), layout.num_scales, layout.scale_tile)
     amax = np.abs(tiles).max(axis=-1)
@@ -34,5 +34,5 @@ def quantize(layout: Layout, values: np.ndarray, round_up: bool) -> tuple[np.nda
 
 
 def numbers(scales: np.ndarray) -> np.ndarray:
-    """What bytes of scales are, float32."""
+    """Scales as float32."""
     return scales.view(E4M3).astype(np.float32)

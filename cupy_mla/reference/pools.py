@@ -13,7 +13,7 @@ SCALE = np.float32(0.08838834764831845)  # 1 / sqrt(128)
 
 @np.errstate(all="ignore")
 def kpool_compress(a: PooledKeys) -> None:
-    """Keys of whole pools, and the rings of those that are not; see `cupy_mla.kpool_compress`."""
+    """Keys of complete pools, and rings of the tokens of others; see `cupy_mla.kpool_compress`."""
     kpool, ring = len(a.ape), a.tail.shape[2]
     tokens = np.arange(len(a.k))
     request = requests_of(tokens, a.query_start_loc)
@@ -25,7 +25,7 @@ def kpool_compress(a: PooledKeys) -> None:
 
     a.out[...] = 0
     for t in np.flatnonzero(exists & ((position + 1) % kpool == 0)):
-        now = min(t - int(a.query_start_loc[request[t]]) + 1, kpool)  # of the pool's tokens those of this step
+        now = min(t - int(a.query_start_loc[request[t]]) + 1, kpool)  # tokens of the pool that are of this step
         keys, gates = a.k[t + 1 - now : t + 1], a.gate[t + 1 - now : t + 1]
         if now < kpool:
             if rings[t] < 0:
@@ -57,7 +57,7 @@ def hadamard(x: np.ndarray) -> np.ndarray:
 def expand_pools_and_append_tail(
     pool_ids: np.ndarray, seq_lens: np.ndarray, kpool: int, out: np.ndarray, lens: np.ndarray
 ) -> None:
-    """Positions of chosen pools and of what makes none; see `cupy_mla.expand_pools_and_append_tail`."""
+    """Positions of chosen pools and of tokens in no whole pool; see `cupy_mla.expand_pools_and_append_tail`."""
     out[...] = -1
     for t, seen in enumerate(np.maximum(seq_lens, 0).tolist()):
         ids = pool_ids[t].astype(np.int64)

@@ -11,10 +11,10 @@ TILE = 32  # rows; a split is a whole number of tiles
 
 
 def split_rows(rows: int, num_splits: int) -> list[tuple[int, int]]:
-    """Cut `rows` rows into `num_splits` consecutive splits of whole tiles, as even as tiles allow.
+    """Divide rows into consecutive splits of whole tiles, as evenly as tiles allow.
 
     Returns:
-        `num_splits` pairs (start, stop). Some splits are empty where there are fewer tiles than splits; only the last
+        `num_splits` pairs (start, stop). If there are fewer tiles than splits, some splits are empty. Only the last
         split that is not empty may end inside a tile.
     """
     tiles = -(-rows // TILE)
@@ -27,10 +27,10 @@ def merge_partials(
     out_parts: Sequence[np.ndarray] | np.ndarray,
     lse_parts: Sequence[np.ndarray] | np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Merge softmax-weighted sums over disjoint row lists into the one over all their rows.
+    """Merge softmax-weighted sums over disjoint lists of rows into the sum over all rows.
 
-    A split without rows has lse -inf, and so has the result when no split has rows: merging stays associative.
-    Turning that -inf into the +inf that callers see, and applying the sink, is left to whoever finishes the query.
+    A split without rows has lse -inf. So has the result if no split has rows, so that merging stays associative. The
+    caller turns that -inf into the +inf of its results, and applies the sink.
 
     Args:
         out_parts: [splits, ..., d] float32 partial results, each normalised over its own rows; 0 without rows.

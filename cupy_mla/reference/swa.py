@@ -16,7 +16,8 @@ def positions_of(
     query_start_loc: np.ndarray,
     seq_lens: np.ndarray,
 ) -> np.ndarray:
-    """Place of each token in the sequence of its request, int64; -1 where it has no request or the place no sense."""
+    """The position of each token in the sequence of its request, int64; -1 without a request, or if it is out of
+    range."""
     if len(seq_lens) == 0:
         return np.full(token.shape, -1, np.int64)
     exists = (request >= 0) & (request < len(seq_lens))
@@ -26,14 +27,14 @@ def positions_of(
 
 
 def requests_of(token: np.ndarray, query_start_loc: np.ndarray) -> np.ndarray:
-    """Request of each token, counted as `query_start_loc` counts; -1 for tokens past the last one's."""
+    """The request of each token by `query_start_loc`; -1 for tokens behind the last request."""
     request = np.searchsorted(query_start_loc, token, side="right") - 1
     return np.where(request < len(query_start_loc) - 1, request, -1)
 
 
 def window_of(position: Any, window_size: int, left: Any, right: Any) -> tuple[Any, Any]:
-    """First and last position of the window of a token, whose image has `left` positions before it and `right` behind
-    it, int64. Neither what the cache holds nor the sequence's end is looked at."""
+    """The first and the last position of a token's window, int64. Its image has `left` positions before it and `right`
+    behind it. The end of the sequence, and what the cache holds, are not considered."""
     reach = window_size - 1
     first = position - reach - np.maximum(np.asarray(left, np.int64) - reach, 0)
     return np.maximum(first, 0), position + np.asarray(right, np.int64)

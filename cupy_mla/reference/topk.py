@@ -15,7 +15,7 @@ from .logits import (
     visible_keys,
 )
 
-OUTSIDE = -1  # the order of an entry that is not in its row's range; those of entries that are, are not negative
+OUTSIDE = -1  # the order of entries outside of their row's range; all others are at least 0
 
 
 def topk_indices(
@@ -35,7 +35,7 @@ def topk_indices(
 
 
 def ordered(logits: np.ndarray) -> np.ndarray:
-    """Logits as int64, not negative, in the same order: NaN below every number, both zeros equal."""
+    """Integers of at least 0 in the order of the logits: NaN is below every number, both zeros are equal."""
     bits = logits.astype(np.float32).view(np.int32).astype(np.int64)
     magnitude = bits & 0x7FFFFFFF
     key = np.where(bits < 0, -magnitude, magnitude) + 2**31
@@ -118,11 +118,11 @@ def select_candidate_rows(of: CandidateKeys, chosen: Selection) -> None:
 
 
 def queries_at_once(keys: int, max_workspace_bytes: int) -> int:
-    """Queries whose logits fit the workspace, one at least."""
+    """The number of queries whose logits fit the workspace; at least 1."""
     return max(max_workspace_bytes // (4 * max(keys, 1)), 1)
 
 
 def to_slots(positions: np.ndarray, request: np.ndarray, block_table: np.ndarray, block_size: int) -> None:
-    """Positions in requests, -1 for none, to slots of the cache, in place."""
+    """Convert positions in requests to slots of the cache, in place; -1 stays."""
     slots = find_slots(block_table, request[:, None], positions.astype(np.int64), block_size)
     positions[...] = np.where(slots <= LARGEST, slots, -1)

@@ -1,4 +1,4 @@
-"""What the indexer learns from in plain NumPy, one query at a time, in float32."""
+"""The indexer's training targets and loss in plain NumPy, one query at a time, in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .cache import AMAX_FLOOR as KEY_FLOOR
 from .logits import AMAX_FLOOR as QUERY_FLOOR
 from .logits import rounded
 
-LEAST = np.float32(1e-10)  # of a sum that is divided by, and of what a logarithm is taken of
+LEAST = np.float32(1e-10)  # divisors and arguments of logarithms are at least this
 
 
 @np.errstate(all="ignore")
@@ -40,7 +40,7 @@ def dense_lse(a: Target) -> None:
 
 
 def _logits(a: Target, i: int, rows: np.ndarray) -> np.ndarray:
-    """Of a query's heads [h, n] over these rows."""
+    """The logits [h, n] of a query's heads over these rows."""
     return np.float32(a.sm_scale) * (a.q[i].astype(FLOAT32) @ a.kv[rows].astype(FLOAT32).T)
 
 
@@ -77,7 +77,7 @@ def indexer_loss(a: IndexerLoss) -> None:
 
 
 def _scored(a: IndexerLoss, values: np.ndarray, floor: np.float32) -> np.ndarray:
-    """Queries or keys [n, 128] as they are scored, in float32."""
+    """Queries or keys [n, 128] float32, rounded to e4m3 if the call asks for it."""
     values = values.astype(FLOAT32)
     if a.scale_format is None:
         return values
@@ -97,7 +97,7 @@ def _divergence(a: IndexerLoss, z: np.ndarray, i: int, places: np.ndarray) -> tu
 
 
 def _support(a: Target | IndexerLoss, i: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where in a query's list or range valid entries stand, and the rows that they name."""
+    """The places of the valid entries in a query's list or range, and the rows that they name."""
     if a.indices is None:
         places = np.arange(max(int(a.starts[i]), 0), min(int(a.ends[i]), rows))
         return places, places

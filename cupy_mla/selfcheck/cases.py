@@ -1,6 +1,6 @@
-"""The calls that are compared between the GPU and NumPy, from the table of operations, and when two runs agree.
+"""Example calls from the table of operations, and when the results of two runs agree.
 
-Without a GPU the NumPy reference is all there is; attention is then compared with float64 over the whole rows.
+With a GPU its results are compared with NumPy's. Without one, NumPy's attention is compared with float64.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ..ops.table import ALL, OPERATIONS, TABLE, Call, Operation, Wanted
 from ..reference.cache import rows_of
 
-# What two results of attention may differ by, absolutely or relatively: both sides' rounding.
+# The absolute and the relative difference that the rounding of both sides can make in results of attention.
 BOUNDS = {BFLOAT16: (1e-3, 3.01 / 128), FLOAT16: (1e-3, 3.01 / 128), FLOAT32: (1e-5, 16.02 / 65536)}
 
 
@@ -34,7 +34,7 @@ class Case(NamedTuple):
         return self.operation.run(self.call, put)
 
     def agrees(self, ours: list[np.ndarray], reference: list[np.ndarray]) -> bool:
-        """Whether two runs' results are the same, up to what rounding explains where they need not be exact."""
+        """Whether the results of two runs are the same: bit for bit if the operation is exact, else up to rounding."""
         if self.operation.exact:
             return all(a.tobytes() == b.tobytes() for a, b in zip(ours, reference, strict=True))
         return all(_close(a, b, self.operation.of_largest) for a, b in zip(ours, reference, strict=True))
@@ -50,14 +50,14 @@ def _close(a: np.ndarray, b: np.ndarray, of_largest: float) -> bool:
 
 
 def cases(rng: np.random.Generator, wanted: Wanted = ALL) -> Iterator[Case]:
-    """Every example call in the table that is wanted; the generator draws the inputs."""
+    """The example calls of all operations that are `wanted`, with inputs from `rng`."""
     for operation in TABLE:
         for call in operation.calls(rng, wanted):
             yield Case(operation, call)
 
 
 def float64_error(rng: np.random.Generator) -> float:
-    """‖out - ref‖ / ‖ref‖ of a decode in NumPy, ref being float64 over the rows that its cache holds."""
+    """‖out - ref‖ / ‖ref‖ of a decode in NumPy, where ref is computed in float64 over the rows of its cache."""
     decode, layout = OPERATIONS["sparse_decode"], layouts.QUANTIZED_OF_V32[0]
     call = next(decode.calls(rng, Wanted((layout,))))
     q, cache, indices, scale = (call.arguments[name] for name in ("q", "k_cache", "indices", "sm_scale"))

@@ -1,4 +1,4 @@
-"""What `python -m cupy_mla` prints: what is installed, which kernels this GPU gets, and whether results are right."""
+"""The report of `python -m cupy_mla`: what is installed, which kernels this GPU has, and whether results are right."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .cases import cases, float64_error
 
 ALL_WELL, WRONG, NO_GPU = 0, 1, 2  # exit status
 
-FLOAT64_ERROR = 4e-3  # relative, of results that are rounded to bf16 over values that are not
+FLOAT64_ERROR = 4e-3  # relative error that rounding results to bf16 explains
 
 
 def run(device: int | None = None, verbose: bool = False) -> int:
-    """Check this machine and print the findings.
+    """Check this machine and print the report.
 
     Args:
-        device: the GPU to check; None: all there are.
+        device: the GPU to check; None: all.
         verbose: print every kernel and call, not only every file and operation.
 
     Returns:
-        0 when kernels run on the GPU and agree with the NumPy reference, 1 when something is wrong, 2 when there is no
-        GPU to use: then the NumPy reference is what runs.
+        the exit status: 0 if kernels run on the GPU and agree with the NumPy reference, 1 if something is wrong, 2 if
+        there is no GPU, so that the NumPy reference runs.
     """
     for name, version in versions():
         print(f"{name:<12} {version}")
@@ -59,7 +59,7 @@ def run(device: int | None = None, verbose: bool = False) -> int:
 
 
 def no_such_gpu(cupy: Any, device: int | None) -> str | None:
-    """What to say of a device that this machine does not have; None if it has it, or none was asked for."""
+    """The message for a device that this machine does not have; None: it has it, or none was asked for."""
     count = cupy.cuda.runtime.getDeviceCount()
     if device is None or 0 <= device < count:
         return None
@@ -67,7 +67,7 @@ def no_such_gpu(cupy: Any, device: int | None) -> str | None:
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """Names and versions of what matters here, whether installed or not."""
+    """Names and versions of the libraries that matter, installed or not."""
     yield "cupy_mla", f"{__version__} in {Path(__file__).parent.parent}"
     yield "Python", platform.python_version()
     for name, distributions in (
@@ -91,7 +91,7 @@ def _version(distribution: str) -> str | None:
 
 
 def driver_version(cuda: int) -> str:
-    """The driver's own version where Linux tells it, and the CUDA version that it supports."""
+    """The driver's version, if Linux tells it, and the CUDA version that it supports."""
     try:
         told = re.search(r"\b\d{3}\.[\d.]+", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
@@ -168,13 +168,13 @@ def _timed(call: Callable[[], Any]) -> tuple[float, Exception | None]:
     failure = None
     try:
         call()
-    except Exception as error:  # whatever it is, it is reported beside the others
+    except Exception as error:  # any error is reported, and the others go on
         failure = error
     return time.perf_counter() - started, failure
 
 
 def _compare(cupy: Any, device: int, verbose: bool) -> bool:
-    """Every operation over CuPy arrays beside the same in NumPy."""
+    """Compare every operation over CuPy arrays with NumPy; whether all agree."""
     right: dict[str, list[bool]] = {}
     started = time.perf_counter()
     with cupy.cuda.Device(device):

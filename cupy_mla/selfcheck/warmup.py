@@ -1,4 +1,4 @@
-"""Compiles ahead what the layers of a config need, so that no request waits for NVRTC."""
+"""Compiles the kernels that the layers of a config need before they are used, so that no request waits for NVRTC."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from ..ops.table import TABLE
 from ..typing import DenseLayout, PagedLayout
 
 SM_SCALE = 1.0  # no kernel depends on it
-MOST_QUERIES = 2048  # no choice of a kernel depends on how many more there are
-EVERY_NUMBER = 300  # of queries up to this one may have a kernel of its own; from here on powers of two do
-MOST_THREADS = 16  # that compile
-SELECTING = (logits.PORTABLE, logits.SM90, "topk")
+MOST_QUERIES = 2048  # more query tokens have the same kernel as so many
+EVERY_NUMBER = 300  # up to so many query tokens every number is tried, above only powers of two
+MOST_THREADS = 16  # that compile at a time
+SELECTING = (logits.PORTABLE, logits.SM90, "topk")  # kernels of the indexer's selection
 DENSE = dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_fp8_sm90
 
 
@@ -51,20 +51,20 @@ def warmup(
 ) -> list[Kernel]:
     """Compile (or take from CuPy's disk cache) and load the kernels that layers of a config need, on one GPU.
 
-    These are `kernels_of`. Several are compiled at a time, by threads: NVRTC works without Python's lock, and threads
-    share what is loaded. Whatever is loaded is ready afterwards in this process, and on disk for others. Uses a few
-    hundred MB of GPU memory for a moment, from a pool of its own.
+    Threads compile several kernels at a time. Afterwards they are loaded in this process, and compiled on disk for
+    others. For a moment this takes a few hundred MB of GPU memory, from a pool of its own.
 
     Args:
         config: the layers and the engine's maxima.
         device: the GPU.
-        progress: is called when a kernel is ready, with how many are, and how many are known to be needed.
+        progress: called whenever a kernel is ready, with the number of kernels that are ready, and of those that are
+            known to be needed.
 
     Returns:
-        the kernels loaded on that GPU, those of earlier calls included.
+        all kernels that are loaded on that GPU, those of earlier calls included.
 
     Raises:
-        TypeError, ValueError: an argument is none.
+        TypeError, ValueError: an argument has the wrong type or value.
         RuntimeError: CuPy, a GPU or NVRTC is missing.
 
     Example:
@@ -82,7 +82,7 @@ def warmup(
 def load_all(
     kernels: Iterable[Kernel], device: int, threads: int, progress: Callable[[int, int], None] | None = None
 ) -> int:
-    """Compile and load kernels on a GPU, so many at a time, while more are found; how many they are.
+    """Compile and load kernels on a GPU in threads, while `kernels` yields more; returns their number.
 
     Args:
         progress: as for `warmup`.
@@ -102,18 +102,22 @@ def load_all(
 
 
 def kernels_of(config: SparseMLAConfig | DenseMLAConfig, device: int) -> Iterator[Kernel]:
-    """Every kernel that layers of a config may launch on a GPU, some more than once.
+    """Every kernel that layers of a config may launch on a GPU; some occur more than once.
 
-    Those of one call of each operation that serves such layers, of attention at all small numbers of query tokens and
-    every power of two up to the config's maxima, of V3.2's kind with and without lengths, and over all rows of requests
-    without index lists. Which kernel runs depends on such numbers. No call is made. Of layers with an indexer, every
-    kernel that their steps may run. Layers without one, of a `DenseMLAConfig`, need `dense_decode` alone.
+    Example calls find them, but no call is made:
 
-    The first ones are asked how many of their clusters fit the GPU, for which they are loaded.
+    - one call of each operation for such layers;
+    - of attention, which chooses a kernel by sizes, calls with all small numbers of query tokens and powers of two up
+      to the config's maxima, with and without lengths of lists, and dense decodes.
+
+    Layers with an indexer get every kernel that their steps may run. Layers of a `DenseMLAConfig` need only those of
+    `dense_decode`.
+
+    The first kernels are those that tell how many clusters fit the GPU. The choice of others loads them.
     """
     cupy, gpu = require_cupy("warmup"), driver.gpu(device)
     memory = cupy.cuda.MemoryPool()  # ends with this call, and goes back to the driver
-    yield from (kernel for kernel in _asked(config) if kernel.suits(gpu.capability))
+    yield from (kernel for kernel in _cluster_kernels(config) if kernel.suits(gpu.capability))
     with cupy.cuda.Device(device), cupy.cuda.using_allocator(memory.malloc):
         for call in _calls(cupy, config):
             with listing() as found:
@@ -124,14 +128,15 @@ def kernels_of(config: SparseMLAConfig | DenseMLAConfig, device: int) -> Iterato
             yield from indexer_kernels(gpu, config)
 
 
-def _asked(config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Kernel]:
+def _cluster_kernels(config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Kernel]:
+    """The kernels that `Gpu.clusters_at_once` is asked about."""
     yield fp8_sm90.cluster_kernel() if config.layout.quantized else bf16_cluster_sm90.cluster_kernel()
     if isinstance(config, SparseMLAConfig):
         yield from (bf16_cluster_sm90.cluster_kernel(), topk.cluster_kernel())
 
 
 def _calls(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Callable[[], Any]]:
-    """The calls that `kernels_of` names, those with the kernels that take longest to compile first."""
+    """The calls of `kernels_of`. Those whose kernels take longest to compile come first."""
     if isinstance(config, SparseMLAConfig):
         yield from _attention(cupy, config)
     yield from _dense(cupy, config)
@@ -144,15 +149,15 @@ def _calls(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterat
 
 
 def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
-    """The kernels of selections of any sizes and of any heads of an indexer, whose keys come gathered or from the paged
-    cache; none for layers without an indexer, or that choose all keys."""
+    """The kernels with which an indexer selects keys, gathered or in the paged cache, for any sizes and heads. None for
+    layers without an indexer, or that always choose all keys."""
     if not config.has_topk or config.max_index_keys <= config.index_topk:
         return []
     modules = {logits.PORTABLE: logits, logits.SM90: logits_sm90}
     blocks_aligned = config.keys_per_block * INDEXER_FP8.token_bytes % 16 == 0
     found = [*topk.kernels()]
     for paged, aligned in ((False, True), (True, blocks_aligned)):
-        name = logits.choose(gpu.capability, aligned, logits.asked_kernel()).kernel
+        name = logits.choose(gpu.capability, aligned, logits.asked_kernel())
         for kernel in modules[name].kernels():
             is_for = [kernel.defines.get(define) for define in ("PAGED", "ALIGNED", "COMPACT")]
             if is_for == [paged, aligned, False]:
@@ -161,8 +166,8 @@ def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
 
 
 def _in_steps(config: SparseMLAConfig | DenseMLAConfig, kernel: Kernel) -> bool:
-    """Whether steps of a config's layers may run a kernel that an operation has: of those that select keys, V4.1's
-    alone are for MXFP4 keys and candidates, and no step's for bfloat16 logits."""
+    """Whether steps of a config's layers may run a kernel. Of the kernels that select keys, only V4.1's layers run
+    those for MXFP4 keys and candidates, and no layers those for bfloat16 logits."""
     if kernel.name not in SELECTING:
         return True
     of_v41 = kernel.defines.get("MXFP4") or kernel.defines.get("CANDIDATES")
@@ -170,7 +175,7 @@ def _in_steps(config: SparseMLAConfig | DenseMLAConfig, kernel: Kernel) -> bool:
 
 
 def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
-    """The kernels for Hopper of dense decode: which of them serves a call depends on its requests and on the table."""
+    """The kernels of dense decode for Hopper. Requests and block table decide which of them serves a call."""
     constants = layout.defines().items()
     of_rows = [kernel for module in DENSE for kernel in module.kernels() if constants <= kernel.defines.items()]
     ours = {"FP8_PARTIALS": int(layout.quantized), "HALF_ITEMS": int(layout.half)}.items()
@@ -190,7 +195,7 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> Iterator[Callable[[
     decode_tokens = config.max_num_seqs * (1 + config.num_speculative_tokens)
     decodes = query_tokens(config.max_num_batched_tokens if config.use_mixed_batch else decode_tokens)
     prefills = query_tokens(config.max_num_batched_tokens)
-    # Of the most tokens: calls of fewer get views, which take less time to make.
+    # Arrays for the most tokens. Calls with fewer get views, which take less time to make.
     most = max(*decodes, *prefills)
     qs, all_lengths = _zeros(cupy, most, 1, heads, d_qk), cupy.zeros(most, np.int32)
     lists = _nothing(cupy, most, 1, windows if config.is_v4 else config.topk_width)
@@ -218,13 +223,13 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> Iterator[Callable[[
 
 
 def _lengths(config: SparseMLAConfig, lengths: Any) -> list[Any]:
-    """Lengths of lists as calls give them: V4's layers always do, callers of V3.2's may leave them out (None), and
-    either way may have kernels of its own."""
+    """Lengths of lists as calls give them. V4's layers always do. Callers of V3.2's may leave them out (None), which
+    may change the kernel."""
     return [lengths] if config.is_v4 else [None, lengths]
 
 
 def _dense(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Callable[[], Any]]:
-    """Decodes over all rows, of requests that are as long as they may be by their block tables, and have no row."""
+    """Calls of dense decode, with block tables for the longest sequences and requests without a row."""
     layout = config.layout
     width = ceil_div(config.max_model_len, config.block_size)
     cache = empty_cache(layout, 1, config.block_size, Place.of(cupy.zeros(0, np.float32)))
@@ -240,17 +245,17 @@ def _dense(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterat
 
 
 def query_tokens(most: int) -> list[int]:
-    """Numbers of query tokens up to `most` (or what makes a difference), of which each may have another kernel."""
+    """Numbers of query tokens up to `most` that may have different kernels."""
     most = min(most, MOST_QUERIES)
     powers = (1 << n for n in range((most - 1).bit_length()))
     return sorted({*range(1, min(most, EVERY_NUMBER) + 1), *powers, most})
 
 
 def _zeros(cupy: ModuleType, *shape: int, dtype: np.dtype = BFLOAT16) -> Any:
-    """Zeros of which only one row exists."""
+    """An array of zeros whose rows share memory."""
     return cupy.broadcast_to(cupy.zeros(shape[-1:], dtype), shape)
 
 
 def _nothing(cupy: ModuleType, *shape: int) -> Any:
-    """Index lists without a valid entry."""
+    """Index lists without a valid entry, which share memory."""
     return cupy.broadcast_to(cupy.full(shape[-1:], -1, np.int32), shape)

@@ -43,10 +43,10 @@ def test_the_environment_names_kernels_at_any_time(host, launched, monkeypatch, 
 
 
 def test_hopper_takes_its_own_kernel_where_keys_are_aligned() -> None:
-    assert choose(90, True, None).kernel == choose(90, True, "").kernel == SM90
+    assert choose(90, True, None) == choose(90, True, "") == SM90
     for capability, aligned in ((80, True), (89, True), (90, False), (100, True), (120, True)):
-        assert choose(capability, aligned, None).kernel == PORTABLE
-        assert choose(capability, aligned, PORTABLE).kernel == PORTABLE
+        assert choose(capability, aligned, None) == PORTABLE
+        assert choose(capability, aligned, PORTABLE) == PORTABLE
         with pytest.raises(ValueError, match=f"^{VARIABLE} is logits_sm90, which cannot serve this call"):
             choose(capability, aligned, SM90)
 

@@ -1,7 +1,7 @@
-"""Sparse attention as launchers.
+"""The launchers of sparse attention.
 
-A call is a `problem.Problem`. `choose.py` finds the kernel and the division (`divide.py`) that take the least time; the
-kernel's module in `kernels/` makes launches of them.
+A call is a `problem.Problem`. `choose.py` finds the kernel and the division (`divide.py`) that take the least time. The
+kernel's module in `kernels/` makes the launches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .problem import Problem
 
 
 def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
-    """Twin of `reference.attention.sparse_prefill`: flat rows are a cache of one block, queries a batch of s_q = 1."""
+    """Twin of `reference.attention.sparse_prefill`. Flat rows are a cache of one block, query tokens requests of
+    one."""
     s_q, h_q, _ = a.q.shape
     if s_q == 0:
         return ()
@@ -29,7 +30,7 @@ def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
     s_kv, topk = a.kv.shape[0], a.indices.shape[1]
     aligned = a.kv.aligned(16)
     row_bytes = a.kv.strides[0] * a.kv.dtype.itemsize
-    # Quantized rows stand in blocks of one, where the kernels know a row's stride in a block.
+    # Kernels know the stride of quantized rows in a block as a constant. So each of these rows is a block.
     stride, size = (row_bytes, 1) if a.layout.quantized else (0, max(s_kv, 1))
     problem = Problem(
         gpu, a.layout, True, h_q, s_q, topk, uneven=a.length is not None,
@@ -50,33 +51,32 @@ def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
 
 
 def sparse_decode(
-    gpu: Gpu, a: Decode, *, batch_invariant: bool = False, plan: Plan | None = None, alike: bool = False
+    gpu: Gpu, a: Decode, *, batch_invariant: bool = False, plan: Plan | None = None, padded: bool = False
 ) -> Program:
     """Twin of `reference.attention.sparse_decode`.
 
     Args:
         batch_invariant: as for `ops.attention.sparse_decode`.
-        plan: of calls that divide their lists alike.
-        alike: as for `ops.attention.decode`.
+        plan, padded: as for `ops.attention.decode`.
     """
     b, s_q = a.q.shape[:2]
     if b == 0 or s_q == 0:
         return ()
-    ends = a.length if alike else None
-    length = None if alike else a.length
+    ends = a.length if padded else None
+    length = None if padded else a.length
     problem = decode_problem(gpu, a, batch_invariant, length)
     main, extra = _paged(a.cache, a.indices, length), NO_SOURCE
     if a.extra is not None and a.extra_indices is not None:
         extra = _paged(a.extra, a.extra_indices, a.extra_length)
     aligned = problem.aligned or _aligned_caches(a)
-    flags = aligned * ALIGNED_ROWS | DECODE | alike * ALIKE
+    flags = aligned * ALIGNED_ROWS | DECODE | padded * ALIKE
     params = params_of(problem, a, main, extra, decode_fields(a), flags)
     num_slots = a.cache.shape[0] * a.cache.shape[1]
     return _program(problem, Call(params, problem.entries, num_slots, length, ends, plan))
 
 
 def decode_problem(gpu: Gpu, a: Decode, batch_invariant: bool, length: Array | None) -> Problem:
-    """What a decode asks for."""
+    """The problem of a decode. `length`: the lengths of the main lists that decide how the call is divided."""
     b, s_q, h_q, _ = a.q.shape
     kernel, division = choose.asked()
     return Problem(
@@ -90,7 +90,7 @@ def decode_problem(gpu: Gpu, a: Decode, batch_invariant: bool, length: Array | N
 
 
 def decode_splits(problem: Problem) -> int:
-    """Splits of a query's rows; 0: all rows of the call are divided evenly."""
+    """The splits of a query's rows that a call gets; 0: all rows of the call are divided evenly."""
     kernel, division = choose.asked()
     chosen = choose.choose(problem._replace(kernel=kernel, division=division)).division
     return chosen.splits if not isinstance(chosen, Whole) else 1
@@ -102,7 +102,7 @@ def _program(problem: Problem, call: Call) -> Program:
 
 
 def _flat_rows(cache: Array, extra: Array | None) -> bool:
-    """True when one stride leads from each row to the next, also from block to block, and there is one cache."""
+    """Whether there is one cache, and one stride leads from each row to the next, also from block to block."""
     num_blocks, block_size, _ = cache.shape
     return extra is None and (num_blocks <= 1 or cache.strides[0] == block_size * cache.strides[1])
 

@@ -1,7 +1,7 @@
-"""Which attention kernel serves a call, and how its work is divided: what takes the least time, of all that can be.
+"""The choice of a kernel and of a division of its work: the candidate that takes the least time.
 
-`cupy_mla.forced` names a kernel or a division that is to be instead, as does the environment variable CUPY_MLA_KERNELS
-a kernel. With CUPY_MLA_EXPLAIN=1 each choice is printed with its rivals when it is first made.
+`cupy_mla.forced` forces a kernel or a division, the environment variable CUPY_MLA_KERNELS a kernel. With
+CUPY_MLA_EXPLAIN=1 each choice is printed with its rivals when it is first made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .kernels import (
 from .problem import INVARIANT_QUERIES, DenseProblem, Problem
 
 VARIABLE, EXPLAIN = "CUPY_MLA_KERNELS", "CUPY_MLA_EXPLAIN"
-MAX_CHOICES = 4096  # that are remembered
+MAX_CHOICES = 4096  # so many are remembered
 KERNELS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
     for module in (
@@ -40,7 +40,7 @@ KERNELS: dict[str, ModuleType] = {
     )
 }  # fmt: skip
 NAMES = tuple(KERNELS)
-# The kernels of dense attention.
+# The kernels of dense attention. They stand here and not in `dense.py`, so that `forced` knows all names.
 DENSE_NAMES = ("dense_cluster_sm90", "dense_whole_sm90", "dense_sm90", "dense_fp8_sm90", "portable", "portable_99kb")
 EVERY_NAME = tuple(dict.fromkeys((*NAMES, *DENSE_NAMES)))
 
@@ -48,12 +48,13 @@ asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 explained: Callable[[], str | None] = private.environment_reader(EXPLAIN)
 
 
-Rival = tuple[str, Division, float]  # the fields of a `Choice`, which takes the host longer to make
+# The fields of a `Choice`. Plain tuples cost less host time, and most rivals lose.
+Rival = tuple[str, Division, float]
 TIME: Callable[[Any], float] = itemgetter(2)
 
 
 class Choice(NamedTuple):
-    """A kernel, by its name, and a division; the time that they are to take in microseconds."""
+    """The name of a kernel, a division, and the microseconds that the call should take with them."""
 
     kernel: str
     division: Division
@@ -65,14 +66,15 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=MAX_CHOICES)
 def choose(problem: Problem) -> Choice:
-    """What takes the least time. For a batch-invariant call it is chosen as for a fixed number of queries; then, among
-    divisions that give the same bits, what takes the least time for the queries that it has.
+    """The kernel and division that take the least time.
+
+    A batch-invariant call is chosen for as if it had INVARIANT_QUERIES queries. Of the divisions that give the same
+    bits as the chosen one, it gets the fastest for the queries that it has.
 
     Raises:
-        ValueError: no kernel has the name that is asked for, or it cannot serve this call, or not so divided.
+        ValueError: the kernel or the division that is forced does not exist, or cannot serve this call.
     """
-    of = problem._replace(queries=INVARIANT_QUERIES) if problem.batch_invariant else problem
-    rivals = _rivals(of)
+    rivals = _rivals(problem._replace(queries=INVARIANT_QUERIES) if problem.batch_invariant else problem)
     if not rivals:
         raise ValueError(why_not(problem, KERNELS))
     chosen = Choice(*min(rivals, key=TIME))
@@ -87,14 +89,14 @@ def choose(problem: Problem) -> Choice:
 
 
 def explain(problem: Problem | DenseProblem, chosen: Choice, rivals: list[Rival]) -> None:
-    """Print a choice where that is asked for."""
+    """Print a choice, if CUPY_MLA_EXPLAIN asks for it."""
     if explained() == "1":
         others = "".join(f"\n  {Choice(*rival)}" for rival in sorted(rivals, key=TIME)[1:])
         print(f"cupy_mla: {problem}\n  {chosen} is chosen{others}", file=sys.stderr)
 
 
 def _rivals(problem: Problem) -> list[Rival]:
-    """All kernels and divisions that may serve, with their times."""
+    """All candidates of all kernels that serve the problem, with their times."""
     rivals: list[Rival] = []
     microseconds, gpu = times.microseconds, problem.gpu
     for name, kernel in _serving(problem.kind):
@@ -102,19 +104,19 @@ def _rivals(problem: Problem) -> list[Rival]:
             rivals.append((name, division, microseconds(gpu, name, kernel.work(problem, division))))
     exceptions = times.exceptions(problem)
     if exceptions:
-        rivals = [(name, of, us * exceptions.get(f"{name} {of}", 1.0)) for name, of, us in rivals]
+        rivals = [(name, way, us * exceptions.get(f"{name} {way}", 1.0)) for name, way, us in rivals]
     return rivals
 
 
 @lru_cache(maxsize=1024)
 def _serving(kind: tuple[Any, ...]) -> list[tuple[str, ModuleType]]:
-    """The kernels that may serve problems of a kind, by their names."""
-    some = Problem(*kind[:4], 1, 1, 0, *kind[4:])
-    return [(name, kernel) for name, kernel in KERNELS.items() if some.kernel in ("", name) and kernel.serves(some)]
+    """Names and modules of the kernels that serve problems of a kind (`Problem.kind`)."""
+    one = Problem(*kind[:4], 1, 1, 0, *kind[4:])  # `serves` looks at no number of queries or entries
+    return [(name, kernel) for name, kernel in KERNELS.items() if one.kernel in ("", name) and kernel.serves(one)]
 
 
 def offered(problem: Problem | DenseProblem, kernel: ModuleType) -> Iterable[Division]:
-    """The divisions of a kernel that compete; where a division is forced, those of its kind, with its fields."""
+    """The candidates of a kernel. Where a division is forced, those of its kind, with the fields that it gives."""
     if not problem.division:
         found: Iterator[Division] = kernel.candidates(problem)
         return found
@@ -139,10 +141,10 @@ def _require_name(by: str, name: str | None) -> None:
 
 
 def why_not(problem: Problem | DenseProblem, kernels: dict[str, ModuleType]) -> str:
-    """The message about a kernel or a division that is forced and cannot serve a call.
+    """The message of an error: the kernel or the division that is forced cannot serve a call.
 
     Raises:
-        ValueError: no kernel has that name.
+        ValueError: no kernel has the name that is forced.
     """
     free = problem._replace(kernel="", division="")
     able = [
@@ -203,6 +205,6 @@ class forced:
 
 
 def asked() -> tuple[str, str]:
-    """The kernel and the division that are forced, "" for none: part of a call's key."""
+    """The kernel and the division that are forced, each "" for none. Part of a call's key."""
     kernel, division = forced.names
     return kernel or asked_kernel() or "", division

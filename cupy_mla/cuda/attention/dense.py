@@ -1,6 +1,6 @@
-"""Dense attention of a decode as a launcher: rows come from a block table, lengths lie on the device.
+"""The launcher of dense decode: a block table names the rows of each request, and lengths lie on the device.
 
-A call is a `DenseProblem`. Of the kernels that serve it, the one that is to take the least time makes the launches.
+A call is a `DenseProblem`. The kernel and division that take the least time are chosen, as in `choose.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .kernels import (
 from .problem import DenseProblem, Problem
 
 LARGEST = 2**31 - 1  # int32
-# What making index lists of slots takes beside the attention over them, in microseconds: a launch, and each list.
+# Microseconds to make index lists of slots: the launch, and each list.
 LISTS_US, LIST_US = 2.0, 0.006
-# The kernels by their names. A module answers what those of `choose.KERNELS` do; its `launches(problem, division,
-# params, plan)` makes the program with `struct DenseParams` of calls that may have a plan.
+# The kernels by their names. A module has the functions that `kernels/__init__.py` lists, for a `DenseProblem`. Only
+# `launches(problem, division, params, plan)` differs: it takes `struct DenseParams`, and the call's plan or None.
 KERNELS: dict[str, ModuleType] = dict(
     zip(
         choose.DENSE_NAMES,
@@ -44,7 +44,7 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False, pla
 
     Args:
         batch_invariant: as for `ops.dense.dense_decode`.
-        plan: of calls that divide their rows alike.
+        plan: the plan that the layers of a step share.
     """
     b, s_q, h_q, _ = a.q.shape
     if b == 0 or s_q == 0:
@@ -53,9 +53,9 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False, pla
     rows_aligned = aligned_rows(a.layout, a.cache)
     kernel, division = choose.asked()
     capacity = min(a.block_table.shape[1] * block_size, LARGEST)
-    seen = min(capacity, a.window + s_q) if a.window else capacity
+    rows = min(capacity, a.window + s_q) if a.window else capacity
     problem = DenseProblem(
-        gpu, a.layout, h_q, s_q, b, capacity, seen, block_size,
+        gpu, a.layout, h_q, s_q, b, capacity, rows, block_size,
         rows_aligned and a.q.aligned(16), a.num_splits or 0, batch_invariant, kernel, division,
     )  # fmt: skip
     size = a.cache.dtype.itemsize
@@ -77,9 +77,9 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False, pla
 
 @lru_cache(maxsize=1024)
 def faster_than_lists(problem: DenseProblem) -> bool:
-    """Whether a call is to take less time than `sparse_decode` over index lists that name all rows, and making those.
+    """Whether a call should take less time than `sparse_decode` over index lists of all rows, and making those lists.
 
-    False where the portable kernel alone serves it: nothing says how long it takes.
+    False where only the portable kernel serves it, which has no times for dense attention.
     """
     queries = problem.requests * problem.tokens
     lists = Problem(problem.gpu, problem.layout, False, problem.heads, queries, problem.rows, aligned=problem.aligned)
@@ -88,10 +88,10 @@ def faster_than_lists(problem: DenseProblem) -> bool:
 
 @lru_cache(maxsize=choose.MAX_CHOICES)
 def choose_dense(problem: DenseProblem) -> choose.Choice:
-    """What takes the least time if all requests are as long as the block table allows.
+    """The kernel and division that take the least time if all requests are as long as the block table allows.
 
     Raises:
-        ValueError: no kernel has the name that is asked for, or it cannot serve this call, or not so divided.
+        ValueError: the kernel or the division that is forced does not exist, or cannot serve this call.
     """
     rivals: list[choose.Rival] = [
         (name, division, times.microseconds(problem.gpu, name, kernel.work(problem, division)))

@@ -1,12 +1,15 @@
 """The ways to divide the work of an attention call over CTAs, as values.
 
-A work item is a query and a tile of `heads` heads. Its rows may be cut into splits, each worked on by a CTA of its own.
+A work item is a query with `heads` of its heads. Its rows may be cut into splits.
 
-A division prints itself as text, `clusters(heads=64, splits=4, cluster=4)`, and `parse` reads such text. Fields that
-have their defaults are left out.
+Every division has
 
-`num_splits` of a division is how many partial results of an item are left by CTAs that are no cluster; `memory` asks
-for what partial results need, as fields of `struct AttentionParams`.
+    num_splits    the field of `struct AttentionParams`
+    grid          CTAs, where the division says how many
+    memory        scratch memory for partial results, as fields of `struct AttentionParams` (of `Shares`: `fields`)
+
+It prints itself as text, `clusters(heads=64, splits=4, cluster=4)`, without the fields that have their defaults.
+`parse` reads such text.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ from ..paging import ceil_div
 from ..program import Buffer, Nonce, Pointer
 from .problem import Problem
 
-# Bytes of a head's partial result as float32 and as float16; kernels_cu/attention/division/merge.cuh
+# Bytes of a head's partial result as float32 and as float16, as in kernels_cu/attention/division/merge.cuh.
 PARTIAL_BYTES, HALF_PARTIAL_BYTES = 4 * D_V + 16, 2 * D_V + 16
 MAX_SPLITS = 1024  # of a query's rows; each takes memory for a partial result
 
-# Of shares (kernels_cu/attention/division/find_share.cuh), in eighths of the time of a pair of tiles: what a work item
-# costs beside its pairs, and what a share of lists that are not equally long costs more because items are cut.
+# Costs by which rows are divided into equal shares (kernels_cu/attention/division/find_share.cuh), in eighths of the
+# time of a pair of tiles: a pair; a work item beside its pairs; what a share costs more where items are cut, which
+# decides whether items of unequal lists are cut at all.
 PAIR_COST, ITEM_COST, CUT_COST = 8, 11, 24
 
 
@@ -52,12 +56,12 @@ class Whole(NamedTuple):
         return 1
 
     def grid(self, problem: Problem) -> int:
-        return _in_turn(problem, self.heads)
+        return _persistent_ctas(problem, self.heads)
 
 
 class Clusters(NamedTuple):
-    """Each split of an item has a CTA. The CTAs of a cluster merge their results; `combine.cu` merges those of an
-    item's splits / cluster clusters.
+    """Each split of an item has a CTA. The CTAs of a cluster merge their results. Where an item has several clusters
+    (splits / cluster), `combine.cu` merges what they leave.
 
     Attributes:
         heads: of a work item.
@@ -78,37 +82,37 @@ class Clusters(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether there can be such clusters."""
+        """Whether the sizes are possible."""
         return 1 <= self.cluster <= MAX_CLUSTER and 1 < self.splits <= MAX_SPLITS and self.splits % self.cluster == 0
 
-    def memory(self, problem: Problem, each: int) -> dict[str, Any]:
-        """Memory for what clusters merge, and for what they leave to `combine.cu`.
+    def memory(self, problem: Problem, cta_bytes: int) -> dict[str, Any]:
+        """Memory for what the CTAs of a cluster merge, and for what clusters leave to `combine.cu`.
 
         Args:
-            each: bytes of a CTA's partial results.
+            cta_bytes: of a CTA's partial results.
         """
-        nbytes = problem.items(self.heads) * self.splits * each if self.cluster > 1 else 0
+        nbytes = problem.items(self.heads) * self.splits * cta_bytes if self.cluster > 1 else 0
         rows = self.num_splits * problem.queries * problem.heads if self.num_splits > 1 else 0
         if not nbytes + rows:
             return {}
         memory = Buffer("partial results", shape=(nbytes + 4 * rows * (D_V + 2),)).ptr
         out = memory + nbytes
-        lse, most = out + 4 * rows * D_V, out + 4 * rows * (D_V + 1)
-        return {"cluster_parts": memory, "part_out": out, "part_lse": lse, "part_max": most if problem.prefill else 0}
+        lse, max_logits = out + 4 * rows * D_V, out + 4 * rows * (D_V + 1)
+        part_max = max_logits if problem.prefill else 0  # a decode has no such result
+        return {"cluster_parts": memory, "part_out": out, "part_lse": lse, "part_max": part_max}
 
 
 class Shares(NamedTuple):
-    """All rows of the call are divided into equal shares, one a CTA, wherever in an item a share ends.
+    """All rows of the call are divided into equal shares, one a CTA. A share may end anywhere in an item.
 
     Attributes:
         heads: of a work item.
         splits: each item is divided into so many equal shares; 0: shares end anywhere.
         ctas: shares at most; 0: one for each SM. There are fewer where splits would be shorter than `least_split`.
-        least_split: pairs of tiles that a split has at least; 0: as the kernel has it.
-        item_cost: what an item costs beside its pairs, in eighths of a pair; -1: what makes the
-            slowest share fastest.
-        cut_cost: what a share of unequal lists costs more because items are cut. Where cutting saves less, items stay
-            whole.
+        least_split: pairs of tiles that a split has at least; 0: the kernel's own number.
+        item_cost: what an item costs beside its pairs, in eighths of a pair; -1: the kernel chooses it.
+        cut_cost: what a share of unequal lists costs more because items are cut, in eighths of a pair. Where cutting
+            saves less, items stay whole.
     """
 
     heads: int
@@ -126,36 +130,36 @@ class Shares(NamedTuple):
         return self.splits or 1
 
     def filled(
-        self, problem: Problem, most: int, least_split: int, item_cost: int = ITEM_COST, parts: int = 0
+        self, problem: Problem, max_ctas: int, least_split: int, item_cost: int = ITEM_COST, pairs: int = 0
     ) -> Shares:
-        """The same with every field filled in.
+        """The same division with every field filled in.
 
         Args:
-            most: CTAs at most.
-            least_split: the kernel's, in pairs of tiles.
-            item_cost: the kernel's.
-            parts: what an item has of what `least_split` counts; 0: its pairs of tiles.
+            max_ctas: CTAs at most, unless `ctas` is given.
+            least_split, item_cost: the kernel's own.
+            pairs: of an item, in the kernel's own unit; 0: its pairs of tiles.
         """
         items, least = problem.items(self.heads), self.least_split or least_split
-        ctas = max(1, min(self.ctas or most, items * (parts or problem.pairs) // least))
+        ctas = max(1, min(self.ctas or max_ctas, items * (pairs or problem.pairs) // least))
         cost = item_cost if self.item_cost < 0 else self.item_cost
         return self._replace(ctas=items * self.splits or ctas, least_split=least, item_cost=cost)
 
-    def fields(self, problem: Problem, each: int) -> dict[str, Any]:
-        """Fields of filled shares.
+    def fields(self, problem: Problem, cta_bytes: int) -> dict[str, Any]:
+        """Fields of `struct AttentionParams`, of a division that is `filled`.
 
         Args:
-            each: bytes of a CTA's partial results.
+            cta_bytes: of a CTA's partial results.
         """
         whole = ceil_div(problem.items(self.heads), self.ctas) * self.ctas
         return {
-            **_left(self.ctas, each), "least_split": self.least_split, "item_cost": self.item_cost,
+            **_exchange(self.ctas, cta_bytes), "least_split": self.least_split, "item_cost": self.item_cost,
             "cut_cost": self.ctas * self.cut_cost, "whole_items": whole,
         }  # fmt: skip
 
 
 class Segments(NamedTuple):
-    """A CTA takes the splits of an item one after the other, and merges their results as a cluster would: same bits.
+    """A CTA takes the splits of an item one after the other, and merges their results in the order of a cluster. So the
+    bits are those of `Clusters` with as many splits.
 
     Attributes:
         heads: of a work item.
@@ -173,20 +177,21 @@ class Segments(NamedTuple):
         return self.splits
 
     def grid(self, problem: Problem) -> int:
-        return _in_turn(problem, self.heads)
+        return _persistent_ctas(problem, self.heads)
 
-    def memory(self, problem: Problem, each: int) -> dict[str, Pointer]:
+    def memory(self, problem: Problem, split_bytes: int) -> dict[str, Pointer]:
         """Memory for the partial results of a CTA's splits, of so many bytes each."""
-        return {"cluster_parts": Buffer("partial results", shape=(self.grid(problem) * self.splits * each,)).ptr}
+        return {"cluster_parts": Buffer("partial results", shape=(self.grid(problem) * self.splits * split_bytes,)).ptr}
 
 
 class Teams(NamedTuple):
-    """Each split of an item has a CTA. The CTAs are no cluster, the last one merges their results.
+    """Each split of an item has a CTA. The CTAs of an item are no cluster and need not run at the same time. They merge
+    their results as kernels_cu/attention/division/teams.cuh says.
 
     Attributes:
         heads: of a work item.
-        splits: of a work item; 0: as many as the lengths of its lists ask for, of `ctas` in all.
-        ctas: 0: as many as there are SMs.
+        splits: of a work item; 0: the kernel gives each item a part of all CTAs, by the length of its lists.
+        ctas: CTAs in all where `splits` is 0; 0: one for each SM.
     """
 
     heads: int
@@ -201,24 +206,24 @@ class Teams(NamedTuple):
         return self.splits or 1
 
     def grid(self, problem: Problem) -> int:
-        """CTAs, at least one an item."""
+        """CTAs, at least one for each item."""
         items = problem.items(self.heads)
         return items * self.splits or max(self.ctas or problem.gpu.sms, items)
 
-    def memory(self, problem: Problem, each: int) -> dict[str, Any]:
-        """Memory for partial results of a CTA, of so many bytes each."""
-        return _left(self.grid(problem), each)
+    def memory(self, problem: Problem, cta_bytes: int) -> dict[str, Any]:
+        """Memory for the partial results of CTAs, of so many bytes each."""
+        return _exchange(self.grid(problem), cta_bytes)
 
 
-def _in_turn(problem: Problem, heads: int) -> int:
-    """CTAs that take items of so many heads in turn."""
+def _persistent_ctas(problem: Problem, heads: int) -> int:
+    """CTAs that take items of so many heads in turn, at most one for each SM."""
     return min(problem.items(heads), problem.gpu.sms)
 
 
-def _left(ctas: int, each: int) -> dict[str, Any]:
-    """Memory for what CTAs leave to others, and where they say that it is there."""
-    memory = Buffer("partial results", shape=(ctas * (each + 16),)).ptr
-    return {"cluster_parts": memory, "ready": memory + ctas * each, "nonce": Nonce()}
+def _exchange(ctas: int, cta_bytes: int) -> dict[str, Any]:
+    """Memory for the partial results that CTAs leave to others, and for the words that say that these are there."""
+    memory = Buffer("partial results", shape=(ctas * (cta_bytes + 16),)).ptr
+    return {"cluster_parts": memory, "ready": memory + ctas * cta_bytes, "nonce": Nonce()}
 
 
 Division = Whole | Clusters | Shares | Segments | Teams
@@ -228,48 +233,56 @@ _TEXT = re.compile(r"(\w+)(?:\((.*)\))?")
 
 @lru_cache(maxsize=4096)
 def split_numbers(parts: int, most: int) -> tuple[int, ...]:
-    """Numbers of splits that are worth a look, from 2 to `most`: each is the least with so few parts a split."""
+    """The numbers of splits from 2 to `most` that are worth considering. The longest split decides the time, so of the
+    numbers that give it the same number of parts only the least counts.
+
+    Args:
+        parts: tiles, pairs of tiles or steps of an item's rows.
+    """
     found, splits = [], 2
     while splits <= min(parts, most):
         found.append(splits)
-        each = -(-parts // splits)
-        if each == 1:
+        longest = -(-parts // splits)
+        if longest == 1:
             break
-        splits = -(-parts // (each - 1))
+        splits = -(-parts // (longest - 1))
     return tuple(found)
 
 
 def even_shares(items: int, ctas: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where even shares of items that are alike begin and end: the item, and how many `ctas`-ths of one behind its
-    begin. Shares come again after some; these are left out."""
+    """The boundaries of equal shares of items that cost the same: the item that each lies in, and how far behind the
+    item's begin, in units of 1 / `ctas` of an item.
+
+    The boundaries repeat after `ctas / gcd(items, ctas)` shares. Only these first ones are returned.
+    """
     item, rest = np.divmod(np.arange(0, items // gcd(items, ctas) * ctas + 1, items), ctas)
     return item, rest
 
 
 def nearest_pair(cost: np.ndarray, item_cost: np.ndarray | int) -> np.ndarray:
-    """The pair of tiles before which a share begins that is to begin so much cost behind an item's begin, as in
-    kernels_cu/attention/division/find_share.cuh."""
+    """How many pairs of an item lie before a boundary between shares: that nearest to `cost` behind the item's begin,
+    as `nearest_boundary` of kernels_cu/attention/division/find_share.cuh finds it."""
     return (np.maximum(cost - item_cost, 0) + PAIR_COST // 2) // PAIR_COST
 
 
 @cache
 def largest_cluster(splits: int) -> int:
-    """The CTAs of the largest cluster whose size divides so many splits."""
+    """The size of the largest cluster that divides a number of splits."""
     return next(n for n in range(min(splits, MAX_CLUSTER), 0, -1) if splits % n == 0)
 
 
 def text_of(division: Any, whole: bool = False) -> str:
-    """A division as text; `whole`: with all its fields."""
+    """A division as text, with the fields that differ from their defaults; `whole`: with all fields."""
     defaults = {} if whole else division._field_defaults
     given = (f"{name}={value}" for name, value in division._asdict().items() if value != defaults.get(name))
     return f"{type(division).__name__.lower()}({', '.join(given)})"
 
 
 def parse(text: str) -> tuple[type[Any], dict[str, int]]:
-    """The kind that a text names, and the fields that it gives.
+    """The kind of division that a text names, and the fields that it gives.
 
     Raises:
-        ValueError: it names no kind or field, or a value is no whole number.
+        ValueError: no kind or field has that name, or a value is no whole number.
     """
     match = _TEXT.fullmatch(text.strip())
     kind = KINDS.get(match[1]) if match else None

@@ -10,11 +10,12 @@ from ..driver import MAX_CLUSTER, Gpu
 from ..paging import ceil_div
 
 TILE_ROWS = 64  # rows of a tile of the kernels for Hopper
-INVARIANT_QUERIES = 128  # for which batch-invariant calls are divided, whatever the batch: they fill the GPU
+# A batch-invariant call is divided as one of so many queries, whatever its batch: these fill the GPU.
+INVARIANT_QUERIES = 128
 
 
 class _Fields(NamedTuple):
-    """Those of `Problem`."""
+    """The fields of `Problem`."""
 
     gpu: Gpu
     layout: Layout
@@ -43,26 +44,28 @@ class Problem(_Fields):
         prefill: whether it is a prefill; otherwise a decode.
         heads: query heads.
         queries: query tokens.
-        entries, extra_entries: of a query's main list, and of its list in the extra cache.
-        uneven: queries have lengths of their own.
-        aligned: rows and q are, to 16 bytes.
-        flat: one stride leads from every bf16 row to the next, also from block to block, and there is one cache.
-        groupable: `sm_scale` lets query groups mask rows.
+        entries, extra_entries: entries of a query's main index list, and of its list for the extra cache.
+        uneven: lists have lengths, so they may not be equally long.
+        aligned: every row of the caches and of q starts at a multiple of 16 bytes.
+        flat: there is one cache, and one stride leads from each row to the next, also from block to block. The kernels
+            for flat bf16 rows need it.
+        groupable: `sm_scale` is large enough for query groups to mask rows (`bf16_grouped_sm90`).
         num_splits: splits of a query's rows that the caller asks for; 0: to be chosen.
         batch_invariant: the choice must not depend on the number of queries.
-        kernel: the name of the kernel that is to run; "": any.
-        division: the division that is to be, or its kind, as text; "": any.
-        extra_layout: of the extra cache, where it is another; else None.
-        asks: whether the caller forces a kernel or a division.
-        fixed: whether the kernel must not depend on the number of queries.
+        kernel: the name of the kernel that is forced; "": none.
+        division: the division that is forced, or its kind, as text; "": none.
+        extra_layout: of the extra cache where it differs from `layout`; else None.
+        forced: whether a kernel or a division is forced.
+        fixed_kernel: the call is batch-invariant and no kernel is forced, so that one kernel must serve every number
+            of queries.
         on_hopper: whether the kernels for Hopper can read its rows.
-        rows: entries of both lists.
-        tiles, pairs: tiles of a query's rows, and pairs of these, at least one.
-        phase, lists: "prefill" and "uneven", or "".
+        rows: entries of both lists together.
+        tiles, pairs: tiles of a query's rows, and pairs of tiles; at least one.
+        phase, lists: "prefill" or "", and "uneven" or "": words of the keys of `times`.
     """
 
-    asks: bool
-    fixed: bool
+    forced: bool
+    fixed_kernel: bool
     on_hopper: bool
     rows: int
     tiles: int
@@ -73,7 +76,7 @@ class Problem(_Fields):
     def __new__(cls, *fields: Any, **more: Any) -> Problem:
         made = super().__new__(cls, *fields, **more)
         gpu, _, prefill, _, _, entries, extra, uneven, aligned, _, _, _, invariant, kernel, division, _ = made
-        made.asks, made.fixed = kernel != "" or division != "", invariant and not kernel
+        made.forced, made.fixed_kernel = kernel != "" or division != "", invariant and not kernel
         made.on_hopper = aligned and gpu.capability == 90
         made.rows = entries + extra
         made.tiles = tiles = -(-entries // TILE_ROWS) - (-extra // TILE_ROWS) or 1
@@ -82,12 +85,12 @@ class Problem(_Fields):
         return made
 
     @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Problem:  # type: ignore[override]  # what `_replace` makes one by
+    def _make(cls, iterable: Iterable[Any]) -> Problem:  # type: ignore[override]  # `_replace` calls it
         return cls(*iterable)
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """All but how many queries and entries there are."""
+        """All fields but the numbers of queries and entries."""
         return self[:4] + self[7:]
 
     def __str__(self) -> str:
@@ -110,14 +113,14 @@ class Problem(_Fields):
         )  # fmt: skip
 
     def items(self, heads: int) -> int:
-        """Work items: a query and a tile of so many heads each."""
+        """The number of work items: each is one query with `heads` of its heads."""
         return self.queries * -(-self.heads // heads)
 
     def splits(self, invariant_rows: int) -> int:
-        """Splits that are asked for; 0: to be chosen.
+        """The splits of a query's rows that the caller or batch invariance prescribes; 0: to be chosen.
 
         Args:
-            invariant_rows: of a split of a batch-invariant call.
+            invariant_rows: rows of a split of a batch-invariant call.
         """
         if self.num_splits or not self.batch_invariant:
             return self.num_splits
@@ -132,15 +135,15 @@ class DenseProblem(NamedTuple):
         layout: of the cache.
         heads: query heads.
         tokens: query tokens of a request.
-        requests: of the call.
+        requests: requests of the call.
         capacity: rows that the block table can name for a request.
-        rows: of these, that a request's queries may see.
+        rows: rows that a request's queries may see at most: fewer than `capacity` in a sliding window.
         block_size: rows of a block.
-        aligned: rows and q are, to 16 bytes.
+        aligned: every row of the cache and of q starts at a multiple of 16 bytes.
         num_splits: splits of a query's rows that the caller asks for; 0: to be chosen.
         batch_invariant: the choice must not depend on the number of requests or the table's width.
-        kernel: the name of the kernel that is to run; "": any.
-        division: the division that is to be, or its kind, as text; "": any.
+        kernel: the name of the kernel that is forced; "": none.
+        division: the division that is forced, or its kind, as text; "": none.
     """
 
     gpu: Gpu
@@ -166,8 +169,8 @@ class DenseProblem(NamedTuple):
         )
 
     @property
-    def asks(self) -> bool:
-        """Whether the caller forces a kernel or a division."""
+    def forced(self) -> bool:
+        """Whether a kernel or a division is forced."""
         return self.kernel != "" or self.division != ""
 
     @property
@@ -177,7 +180,7 @@ class DenseProblem(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Of a request: query tokens times heads, which share its rows."""
+        """Lines of a request: its query tokens times heads, which all attend over the same rows."""
         return self.tokens * self.heads
 
     @property
@@ -186,5 +189,5 @@ class DenseProblem(NamedTuple):
         return max(1, ceil_div(self.rows, 2 * TILE_ROWS))
 
     def items(self, lines: int) -> int:
-        """Work items: a request and a tile of so many of its lines each."""
+        """The number of work items: each is one request with `lines` of its lines."""
         return self.requests * ceil_div(self.lines, lines)

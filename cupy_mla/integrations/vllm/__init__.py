@@ -1,16 +1,17 @@
-"""vLLM's MLA models on this package's attention, and sparse ones on its cache, index and indexer operations.
+"""The plug-in for vLLM: MLA models use this package's attention, sparse ones also its cache, index and indexer
+operations.
 
-vLLM calls `register` in each of its processes: setup.cfg names it in the entry-point group `vllm.general_plugins`.
-`CUPY_MLA_VLLM` says what it does:
+vLLM calls `register` in each of its processes: setup.cfg names it in the entry-point group `vllm.general_plugins`. The
+environment variable `CUPY_MLA_VLLM` says what it does:
 
-- unset or `custom`: the backend is there as CUSTOM and as CUPY_MLA, and nothing changes until `--attention-backend`
-  asks for it; in models without an indexer that is the dense backend (`custom.py`);
-- `override`: it takes the place of what vLLM chooses by itself for sparse MLA models, which is FLASHMLA_SPARSE and, on
-  Hopper, FLASH_ATTN_MLA_SPARSE; and DeepSeek-V4, whose attention cannot be selected, runs on our operations;
-- `off`: nothing.
+- unset or `custom`: the backend is registered as CUSTOM and as CUPY_MLA. Nothing changes until `--attention-backend`
+  names it. In models without an indexer that is the dense backend (`custom.py`).
+- `override`: the backend replaces those that vLLM chooses by itself for sparse MLA models, FLASHMLA_SPARSE and, on
+  Hopper, FLASH_ATTN_MLA_SPARSE. DeepSeek-V4, which has no backend to select, runs on our operations.
+- `off`: nothing is registered.
 
-A vLLM that lacks something that the plug-in builds on is left alone, with one warning that names the versions served
-and what is missing. To find that out its sources are read, not imported.
+If a vLLM lacks something that the plug-in needs, nothing is registered, and one warning names the versions served and
+what is missing. To find that out, vLLM's sources are read, not imported.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from pathlib import Path
 from ...checks.options import require_choice
 from ..contract import Needs, meets, missing, sources
 
-# The names that a mode gives the backend. vLLM makes one of a name that it does not have.
+# The names under which a mode registers the backend. vLLM adds a name that it does not have.
 PLACES: dict[str, tuple[str, ...]] = {
     "custom": ("CUSTOM", "CUPY_MLA"),
     "override": ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"),
 }
 MODES = (*PLACES, "off")
 SERVED = "0.32 and 0.33"
-NAMED = 3  # things that a warning names, of those that another version lacks
+NAMED = 3  # a warning names so many of the missing things
 
-# What `sparse_mla`, `indexer` and `fused` build on.
+# What `sparse_mla`, `indexer` and `fused` need of vLLM.
 SPARSE_MLA: Needs = {
     "v1.attention.backends.registry": (
         "AttentionBackendEnum.CUSTOM",
@@ -120,7 +121,7 @@ SPARSE_MLA: Needs = {
         "AttentionImplBase.supports_dense_mha_prefill",
         "MLAAttentionImpl.do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)",
     ),
-    # What `indexer` builds on.
+    # What `indexer` needs.
     "forward_context": (
         "ForwardContext.attn_metadata",
         "ForwardContext.cudagraph_runtime_mode",
@@ -136,7 +137,7 @@ SPARSE_MLA: Needs = {
     ),
     "platforms": ("current_platform",),
     "platforms.interface": ("DeviceCapability.major", "Platform.get_device_capability(cls)"),
-    # What `fused` takes the place of.
+    # What `fused` replaces.
     "models.deepseek_v32.common.kernels": (
         "fused_norm_rope"
         "(positions, q_c, q_rms_norm_w, q_rms_eps, kv_c, kv_rms_norm_w, kv_rms_eps, k_pe, k_rope_cos_sin_cache, "
@@ -187,7 +188,7 @@ SPARSE_MLA: Needs = {
     ),
     "v1.worker.workspace": ("current_workspace_manager()", "WorkspaceManager.get_simultaneous(self)"),
 }
-# What `dense_mla` and `custom` build on beyond that.
+# What `dense_mla` and `custom` need beyond that.
 DENSE_MLA: Needs = {
     "config.model": ("ModelConfig.hf_text_config",),
     "v1.kv_cache_interface": ("AttentionSpec.dtype",),
@@ -222,7 +223,7 @@ DENSE_MLA: Needs = {
         "AttentionLayer._q_scale",
     ),
 }
-# What `deepseek_v4` builds on beyond that.
+# What `deepseek_v4` needs beyond that.
 DEEPSEEK_V4: Needs = {
     "config.device": ("DeviceConfig.device_type",),
     "config.model": ("ModelConfig.hf_config",),
@@ -241,16 +242,15 @@ DEEPSEEK_V4: Needs = {
 
 V4_MODELS = ("DeepseekV4ForCausalLM",)
 
-logger: logging.Logger = logging.getLogger(
-    "vllm.cupy_mla"
-)  # below vLLM's logger, so that it is shown as vLLM's own lines are
+# A child of vLLM's logger, so that lines appear among vLLM's own.
+logger: logging.Logger = logging.getLogger("vllm.cupy_mla")
 
 
 def register() -> None:
-    """Make the backend known to the vLLM of this process, as `CUPY_MLA_VLLM` says. May be called again.
+    """Register the backend in the vLLM of this process, as `CUPY_MLA_VLLM` says. It may be called more than once.
 
     Raises:
-        ValueError: `CUPY_MLA_VLLM` has a value that is none of its own.
+        ValueError: `CUPY_MLA_VLLM` has an unknown value.
     """
     mode = os.environ.get("CUPY_MLA_VLLM") or "custom"
     require_choice("CUPY_MLA_VLLM", mode, MODES)
@@ -275,7 +275,7 @@ def _register_backend(mode: str, folder: Path) -> None:
 
 
 def _register_deepseek_v4() -> None:
-    """vLLM loads V4's model from our module, and imports that only then."""
+    """Let vLLM load V4's model class from our module, which it imports only then."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for model in V4_MODELS:
@@ -283,7 +283,7 @@ def _register_deepseek_v4() -> None:
 
 
 def is_served(package: Path) -> bool:
-    """Whether a vLLM has all that the sparse backend builds on; False, after a warning, where it has not.
+    """Whether a vLLM has all that the sparse backend needs. If not, a warning says what is missing.
 
     Args:
         package: the folder of the package `vllm`.
@@ -299,7 +299,7 @@ def is_served(package: Path) -> bool:
 
 
 def has_dense_mla(package: Path) -> bool:
-    """Whether a vLLM's models without an indexer can run on our attention; False, after a warning, where they cannot.
+    """Whether a vLLM has all that the dense backend needs. If not, a warning says what is missing.
 
     Args:
         package: the folder of the package `vllm`.
@@ -308,7 +308,7 @@ def has_dense_mla(package: Path) -> bool:
 
 
 def has_deepseek_v4(package: Path) -> bool:
-    """Whether a vLLM's DeepSeek-V4 can run on our operations; False, after a warning, where it cannot.
+    """Whether a vLLM has all that DeepSeek-V4 on our operations needs. If not, a warning says what is missing.
 
     Args:
         package: the folder of the package `vllm`.

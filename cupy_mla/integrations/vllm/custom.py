@@ -1,7 +1,7 @@
-"""What vLLM's CUSTOM stands for: the sparse backend in models with an indexer, the dense one in all others.
+"""The backend that is registered as CUSTOM: the sparse one in models with an indexer, the dense one in all others.
 
-vLLM knows a backend by the path of its class, and looks that up for each layer that it makes, while the model's
-configuration is the current one. So what this module has under the name that is registered depends on the model.
+vLLM knows a backend by the path of its class, and looks the path up for each layer that it creates. Then the model's
+configuration is the current one. So the attribute of this module that is registered depends on the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
 
 def has_indexer() -> bool:
-    """Whether the model of vLLM's current configuration chooses rows; so it is taken to where there is none."""
+    """Whether the model of vLLM's current configuration has an indexer; True without a configuration."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()

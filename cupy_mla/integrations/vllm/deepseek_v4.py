@@ -1,8 +1,8 @@
 """DeepSeek-V4 in vLLM on our attention and index operations.
 
-vLLM's V4 layers call functions that one module has imported by name. Importing this module binds those names to ours,
-and it has V4's model class: vLLM's model registry is told to take that from here, so nothing happens before a V4
-model is loaded. Queries keep the padded heads that these layers allocate.
+vLLM's V4 layers call functions that their module has imported by name. When this module is imported, those names are
+bound to ours. vLLM's model registry takes V4's model class from here, so that happens only if a V4 model is loaded.
+Queries keep the padded heads that the layers allocate.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def flash_mla_with_kvcache(
     extra_topk_length: torch.Tensor | None = None,
     **dense: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sparse_decode` with FlashMLA's keywords; those of dense attention and of FlashMLA's schedule are not used."""
+    """`sparse_decode` with FlashMLA's keywords. Those for dense attention and for FlashMLA's schedule are ignored."""
     return sparse_decode(
         q, k_cache, indices, softmax_scale, attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache,
         extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length, out=out,
@@ -53,7 +53,7 @@ def compute_global_topk_indices_and_lens(
     block_size: int,
     is_valid_token: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ours; vLLM gives the requests of all tokens of a batch, of which the first ones are meant."""
+    """Our operation. vLLM passes the requests of all tokens of a batch; those of the first tokens are used."""
     requests = token_to_req_indices[: len(topk_indices)]
     return compressed.compute_global_topk_indices_and_lens(
         topk_indices, requests, block_table, block_size, is_valid_token
@@ -73,7 +73,7 @@ def combine_topk_swa_indices(
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     **images: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ours, with vLLM's keywords for tokens of images; `out` are both results."""
+    """Our operation, with vLLM's keywords for tokens of images. `out` is the pair of both results."""
     rows, lens = out or (None, None)
     return swa.combine_topk_swa_indices(
         topk_indices, query_start_loc, seq_lens, gather_lens, window_size, compress_ratio, topk, M, N, **images,
@@ -92,7 +92,7 @@ vars(layers).update(OURS)
 
 
 class DeepseekV4ForCausalLM(StockModel):
-    """vLLM's model. When it is made, before its weights are loaded, the kernels of its layers are made ready."""
+    """vLLM's model. When it is created, before weights are loaded, the kernels of its layers are compiled."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -1,8 +1,8 @@
-"""The backend of models without an indexer (DeepSeek-V3 and R1, Kimi K2).
+"""vLLM's backend for models without an indexer (DeepSeek-V3 and R1, Kimi K2).
 
-Ours is the attention of decodes, over bf16 caches and FP8 ones of one scale, with blocks of any size. The cache write,
-prefills and metadata stay vLLM's. With speculative decoding a request's query tokens share its rows. Lengths are read
-on the device, so full CUDA graphs take decodes.
+Decodes run on our dense attention, over bf16 caches and FP8 caches with one scale, with blocks of any size. The cache
+write, prefills and metadata stay vLLM's. With speculative decoding, the query tokens of a request share its rows.
+Lengths are read on the device, so full CUDA graphs can hold decodes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ else:
 
 
 class CupyMLADenseBackend(StockBackend):
-    """What vLLM asks before it takes the backend for a layer."""
+    """What vLLM wants to know before it chooses the backend for a layer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "fp8", "fp8_e4m3"]
@@ -57,14 +57,14 @@ class CupyMLADenseBackend(StockBackend):
 
 
 class CupyMLADenseBuilder(StockBuilder):
-    """vLLM's metadata. Decodes have as many query tokens as speculative decoding gives them, all the same number."""
+    """vLLM's metadata builder. All decodes of a batch have the same number of query tokens."""
 
     _cudagraph_support: Any = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: Any = common.QueryLenSupport.UNIFORM
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # vLLM makes builders before it captures graphs. All ranks that share rows attend with all heads of theirs.
+        # vLLM creates builders before it captures graphs. Ranks that share rows attend with the heads of all of them.
         heads, fp8 = self.num_heads * self.dcp_world_size, self.kv_cache_spec.dtype.itemsize == 1
         warm.up(warm.dense_layers_of(self.vllm_config, heads, fp8), self.device)
 
@@ -83,7 +83,7 @@ class CupyMLADenseImpl(StockImpl):
         attn_metadata: Any,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention [T, h, 512] of the decodes' query tokens, and lse [T, h] for ranks that have a part of the rows."""
+        """Attention [T, h, 512] of decode tokens; and lse [T, h] where ranks have parts of the rows, else None."""
         cache, decode = kv_c_and_k_pe_cache, attn_metadata.decode
         q = whole(q, cache.shape[-1])
         scales = {}
@@ -91,7 +91,7 @@ class CupyMLADenseImpl(StockImpl):
             scales["k_scale"] = layer._k_scale
             if q.dtype == torch.float8_e4m3fn:
                 scales["q_scale"] = layer._q_scale
-        plan = vars(attn_metadata).setdefault("cupy_mla_plan", Plan())  # of all layers of a step
+        plan = vars(attn_metadata).setdefault("cupy_mla_plan", Plan())  # all layers of a step share it
         out, lse = planned_dense_decode(
             q.view(attn_metadata.num_decodes, -1, *q.shape[1:]), cache, decode.block_table, decode.seq_lens, self.scale,
             plan, **scales,
@@ -99,4 +99,5 @@ class CupyMLADenseImpl(StockImpl):
         if not self.need_to_return_lse_for_decode:
             return out.flatten(0, 1), None
         lse = lse.transpose(1, 2).flatten(0, 1)
-        return out.flatten(0, 1), lse.masked_fill(lse == torch.inf, -torch.inf)  # of a rank without a row
+        # In vLLM's merge a rank without a row counts for nothing.
+        return out.flatten(0, 1), lse.masked_fill(lse == torch.inf, -torch.inf)

@@ -1,7 +1,8 @@
-"""Norms, RoPE, quantization and cache writes of DeepSeek-V3.2's and GLM-5's layers, for GPUs below 8.9.
+"""Norms, RoPE, quantization and cache writes of DeepSeek-V3.2's and GLM-5's layers, for GPUs below capability 8.9.
 
-vLLM has two Triton kernels for these, which do not compile there: Triton knows no e4m3 below 8.9. Ours have their
-names' parameters and bytes, of torch's operations: numbers are float32 from the norm to the code.
+vLLM's two Triton kernels for these do not compile there, because Triton has no e4m3 below 8.9. Ours have the same names
+and parameters, write the same bytes, and are made of torch's operations. Numbers stay float32 from the norm to the
+code.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from vllm.v1.attention.ops import common
 from ...layouts import INDEXER_FP8, V32_FP8
 from ...ops.cache import concat_and_cache_mla
 
-MAX = 448.0  # of e4m3
-LEAST = 1e-4  # keeps scales from vanishing with the values
+MAX = 448.0  # the largest e4m3 number
+LEAST = 1e-4  # magnitudes below it are scaled like it, so that no scale is 0
 
 
 def replace(layers: Any) -> None:
-    """Give the layers ours, and keep vLLM from compiling before the first request what would fail."""
+    """Bind the names in the layers' module to our functions, and keep vLLM from compiling its kernels at warm-up."""
     layers.fused_norm_rope, layers.fused_q = fused_norm_rope, fused_q
     kernel: Any = common._PACK_SEQ_TRITON_KERNEL  # of stock indexers
     kernel.get_warmup_keys = lambda **_: []
@@ -52,13 +53,13 @@ def fused_norm_rope(
     k_pe_out: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """The normalised queries [T, q]; latent rows and the indexer's keys go to their outputs and caches.
+    """The normalised queries [T, q]. Latent rows and the indexer's keys are written to their outputs and caches.
 
     Args:
-        topk_indices_buffer: its first T rows become -1 where the layer has an indexer.
-        slot_mapping: [T] int64, or longer; tokens of negative slots are in no cache.
-        mla_kv_cache: [blocks, block_size, 576] bfloat16, or [..., 656] of V32_FP8.
-        others: what only other cache types, GPUs and ways of parallelism have.
+        topk_indices_buffer: its first T rows become -1 if the layer has an indexer.
+        slot_mapping: [T] int64, or longer; tokens with negative slots are written to no cache.
+        mla_kv_cache: [blocks, block_size, 576] bfloat16, or [..., 656] in layout V32_FP8.
+        others: arguments for other cache types, GPUs and kinds of parallelism, which are not used.
     """
     tokens = len(positions)
     query = rms_norm(q_c, q_c.shape[-1:], q_rms_norm_w, q_rms_eps)
@@ -99,7 +100,8 @@ def fused_q(
     index_rope_interleave: bool = False,
     quantize_mqa: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """The indexer's queries [T, h, 128] e4m3 and weights [T, h] float32, None without one, and q_pe rotated."""
+    """The indexer's queries [T, h, 128] e4m3 and weights [T, h] float32, or None without an indexer; and q_pe
+    rotated."""
     if quantize_mqa:
         raise NotImplementedError("attention of ours takes no FP8 queries over sparse rows")
     q_pe = rotated(q_pe, angles(q_pe_cos_sin_cache, positions)[:, None], interleaved=True).to(q_pe.dtype)
@@ -115,12 +117,12 @@ def fused_q(
 
 
 def angles(cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Complex numbers [T, r / 2] of tokens, by rows of r / 2 cosines and as many sines."""
+    """Rotations of tokens as complex numbers [T, r / 2]. A row of `cos_sin` has r / 2 cosines and as many sines."""
     return torch.complex(*cos_sin[positions].float().chunk(2, -1))
 
 
 def rotated(x: torch.Tensor, by: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x [..., d] in float32, its first values turned by complex numbers [..., r / 2].
+    """x [..., d] in float32, with its first r values rotated by complex numbers [..., r / 2].
 
     Args:
         interleaved: values 2i and 2i + 1 are a pair, else i and i + r / 2.
@@ -138,7 +140,7 @@ def rotated(x: torch.Tensor, by: torch.Tensor, interleaved: bool) -> torch.Tenso
 
 
 def power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """The smallest powers of two that are not below positive float32."""
+    """The smallest power of two that is not below each positive float32."""
     return ((x.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
 
 
@@ -169,10 +171,11 @@ def _write_keys(cache: torch.Tensor, key: torch.Tensor, slots: torch.Tensor) -> 
 
 
 def _write(slots: torch.Tensor, block_size: int, *parts: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Rows [T, n] into places [blocks, block_size, n], and nothing of tokens whose slot is negative.
+    """Write rows [T, n] to their slots in places [blocks, block_size, n]. Tokens with negative slots write nothing.
 
-    The device alone knows which these are, and a graph may hold the step. So such a token writes what the first other
-    one writes, to the same place; if all are such, what stands there already.
+    Only the device knows which these are, and the step may be in a graph, so no token can be left out. Such a token
+    writes what the first other token writes, to the same slot. If there is no other token, it writes what is in slot 0
+    already.
     """
     written = slots >= 0
     of = torch.where(written, torch.arange(len(slots), device=slots.device), written.int().argmax())

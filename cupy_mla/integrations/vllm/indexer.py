@@ -1,8 +1,8 @@
 """The lightning indexer: logits and exact top-k by our operations, over keys that vLLM's layers write.
 
-DeepSeek-V3.2's and GLM-5's layers call vLLM's function by the name that it has in their module. That name becomes ours
-when the first such layer gets our attention; for the indexers of layers with another backend it calls vLLM's. Their
-metadata are vLLM's, without DeepGEMM's schedule.
+DeepSeek-V3.2's and GLM-5's layers look up vLLM's function in their module. When the first such layer gets our
+attention, that name is bound to our function, which calls vLLM's for layers with another backend. The metadata are
+vLLM's, without DeepGEMM's schedule.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ stock_indexer: Any = stock.sparse_attn_indexer
 
 
 class CupyMLAIndexerBuilder(StockBuilder):
-    """vLLM's metadata without DeepGEMM's schedule."""
+    """vLLM's metadata builder, without DeepGEMM's schedule."""
 
     build: Any = rebound(stock_metadata.DeepseekV32IndexerMetadataBuilder.build, has_deep_gemm=lambda: False)
     update_draft_decode_metadata: Any = rebound(
@@ -48,7 +48,7 @@ class CupyMLAIndexerBuilder(StockBuilder):
 
 
 class CupyMLAIndexerBackend(StockBackend):
-    """What the indexer's cache says of itself."""
+    """The backend of an indexer's cache."""
 
     @staticmethod
     def get_builder_cls() -> type[CupyMLAIndexerBuilder]:
@@ -56,12 +56,12 @@ class CupyMLAIndexerBackend(StockBackend):
 
 
 def adopt(indexer: Any) -> None:
-    """Make a layer's indexer run on our operations, unless ours lack what it needs: then it keeps vLLM's.
+    """Make a layer's indexer run on our operations. If these lack something that it needs, it keeps vLLM's.
 
     Raises:
-        NotImplementedError: vLLM's has no kernels for this GPU.
+        NotImplementedError: it would keep vLLM's, which has no kernels for this GPU.
     """
-    layers: Any = sys.modules.get(LAYERS)  # whose classes whoever has such an indexer has imported
+    layers: Any = sys.modules.get(LAYERS)  # imported if there is such an indexer
     gpu, lacking = current_platform.get_device_capability(), _lacking(layers, indexer)
     if lacking and gpu is not None and gpu.major not in DEEP_GEMM:
         raise NotImplementedError(
@@ -78,13 +78,13 @@ def adopt(indexer: Any) -> None:
 
 
 def _lacking(layers: Any, indexer: Any) -> str | None:
-    """What an indexer needs that ours lack."""
+    """What an indexer needs and our operations lack; None: nothing."""
     if layers is None or not isinstance(indexer, layers.DeepseekV32Indexer):
         return "layers other than DeepSeek-V3.2's"
     op = indexer.indexer_op
     if op.use_pcp or op.dcp_world_size > 1:
         return "context parallelism"
-    # MX scales are those of vLLM 0.33 on compute capability 10.x.
+    # vLLM 0.33 uses MX scales on compute capability 10.x.
     if op.use_fp4_cache or getattr(stock, "mqa_logits_use_mx_scales", bool)():
         return "FP4 keys or MX scales"
     return None if op.candidate_blocks is None else "candidate blocks"
@@ -107,13 +107,14 @@ def sparse_attn_indexer(
     topk_indices_buffer: torch.Tensor,
     **more: Any,
 ) -> torch.Tensor:
-    """Fill the first rows of `topk_indices_buffer`, one a token, with positions in the token's request, -1 behind.
+    """Write the positions that each token chooses in its request to a row of `topk_indices_buffer`, with -1 behind
+    them.
 
-    Rows that nobody will read stay as they are. The layer has filled them with -1, and has written the keys.
+    Rows that nobody will read stay as they are. The layer has filled all with -1, and has written the keys.
     """
     context = get_forward_context()
     metadata = context.attn_metadata
-    if k_cache_prefix not in ours or not isinstance(metadata, dict):  # in a profiling run vLLM's takes its memory
+    if k_cache_prefix not in ours or not isinstance(metadata, dict):  # no dict: a profiling run; vLLM's allocates
         return stock_indexer(
             hidden_states, k_cache_prefix, kv_cache, q_quant, q_scale, k, weights, quant_block_size, scale_fmt,
             topk_tokens, head_dim, max_model_len, total_seq_lens, topk_indices_buffer, **more,
@@ -133,10 +134,10 @@ def sparse_attn_indexer(
 
 
 def _without_lists(context: Any, attention: Any) -> bool:
-    """Whether a layer's attention is dense in this step, for it has prefills of at most topk tokens alone.
+    """Whether a layer's attention needs no lists in this step, because it has only prefills of at most topk tokens.
 
     Args:
-        attention: its metadata; None where a layer's is never.
+        attention: the layer's metadata; None: its prefills always need lists.
     """
     prefill = getattr(attention, "prefill", None)
     dense = getattr(prefill, "use_dense_mha", False) and attention.num_decode_tokens == 0
@@ -146,7 +147,7 @@ def _without_lists(context: Any, attention: Any) -> bool:
 def _prefills(
     batch: Any, kv_cache: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, most_keys: int, out: torch.Tensor
 ) -> None:
-    """The prefills of a batch, chunk by chunk. Of a tensor-parallel group each rank may have a part of the tokens."""
+    """Choose for the prefills, chunk by chunk. In a tensor-parallel group each rank may have a part of the tokens."""
     keys, scales = current_workspace_manager().get_simultaneous(
         ((most_keys, 128), q.dtype), ((most_keys,), torch.float32)
     )
@@ -172,7 +173,7 @@ def _prefills(
 def _decodes(
     batch: Any, kv_cache: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, most_keys: int, out: torch.Tensor
 ) -> None:
-    """The decodes of a batch. Where requests have unequal numbers of query tokens, each token is a request."""
+    """Choose for the decodes. If requests have unequal numbers of query tokens, each token counts as a request."""
     decode, tokens = batch.decode, batch.num_decode_tokens
     lens, table = decode.seq_lens, decode.block_table
     if decode.requires_padding or tokens % len(decode.decode_lens):

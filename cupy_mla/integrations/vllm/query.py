@@ -1,4 +1,4 @@
-"""The query of a layer, for sparse and for dense attention."""
+"""The query of a layer in one array, for sparse and for dense attention."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ...ops.gather import concat_mla_q
 
 
 def whole(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], width: int) -> torch.Tensor:
-    """The query [T, h, width] in one piece.
+    """The query as one array [T, h, width].
 
     Args:
-        q: [T, h, d], or its parts without and with RoPE; a model without RoPE gives the second a width of 0.
-        width: of the cache's rows. What a query lacks of it becomes zeros: FP8 rows have a RoPE part also where the
-            model has none.
+        q: [T, h, d], or its parts without and with RoPE. The second has width 0 in a model without RoPE.
+        width: of the cache's rows. A narrower query is padded with zeros: FP8 rows have a RoPE part even if the model
+            has none.
     """
     if not isinstance(q, tuple):
         joined = q

@@ -1,4 +1,4 @@
-"""Another module's function with some of the names that it looks up bound to ours."""
+"""Copies of another module's functions in which some global names have other values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def rebound(function: Callable[..., Any], **names: Any) -> Any:
-    """A copy of a function for which these globals of its module have other values; the module stays as it is.
+    """A copy of a function that sees other values for these globals. Its module is not changed.
 
     Raises:
         NameError: the function's module has no such name.

@@ -1,7 +1,7 @@
 """Steps of short contexts: decodes of sequences of at most topk tokens attend over all rows, without index lists.
 
-Whether a step's do is decided once, when its metadata is built, by vLLM's `max_seq_len`, an upper bound that the host
-knows. When a CUDA graph is captured vLLM gives the engine's longest sequence there, so full graphs take lists.
+That is decided once a step, when its metadata is built, by vLLM's `max_seq_len`, an upper bound on the host. While vLLM
+captures a CUDA graph it is the engine's longest sequence, so full graphs use lists.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ...layouts import Layout
 from ...metadata.sparse_mla import DenseDecodes
 from ...ops.dense import faster_than_lists, planned_dense_decode
 
-NAME = "cupy_mla_dense_decodes"  # what a metadata object has them under
+NAME = "cupy_mla_dense_decodes"  # the attribute of a metadata object that has them
 
 
 def dense_decodes(builder: Any, batch: Any, layout: Layout, heads: int, longest: int) -> DenseDecodes | None:
-    """The decodes of a batch if all of it are decodes of short contexts, and the dense way is faster; else None.
+    """The decodes of a batch, if it has nothing but decodes of short contexts and dense attention is faster; else None.
 
     Args:
         builder: the metadata builder, vLLM's or ours.
-        batch: vLLM's description of the batch, which tokens and requests that stand last may pad.
+        batch: vLLM's description of the batch. The last tokens and requests may be padding.
         layout: of the cache.
         heads: query heads of the rank.
-        longest: query tokens of the longest decode, 1 without speculative decoding.
+        longest: query tokens that a decode may have; 1 without speculative decoding.
     """
     requests, tokens, query_len = batch.num_reqs, batch.num_actual_tokens, batch.max_query_len
     of_decodes = 0 < query_len <= longest and tokens == requests * query_len
@@ -44,13 +44,13 @@ def dense_decodes(builder: Any, batch: Any, layout: Layout, heads: int, longest:
 
 
 def dense_decodes_of(metadata: Any) -> DenseDecodes | None:
-    """What a step's metadata says; None where attention takes index lists, as it does in a step that is captured."""
+    """The dense decodes of a step's metadata; None if attention uses index lists, as in a step that is captured."""
     found: DenseDecodes | None = getattr(metadata, NAME, None)
     return None if found is None or captured() else found
 
 
 def captured() -> bool:
-    """Whether the step is being captured, and so must hold for longer sequences, too."""
+    """Whether the step is being captured. Then it must serve longer sequences, too."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

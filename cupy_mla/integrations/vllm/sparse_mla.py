@@ -1,11 +1,16 @@
-"""The sparse backend. vLLM's sparse MLA backends share their metadata and all but the attention itself.
+"""The sparse backend for vLLM. vLLM's sparse MLA backends share everything but the attention itself.
 
-Ours is the attention, over FP8 and bf16 caches and for any number of heads, and in DeepSeek-V3.2 and GLM-5 the choice
-of rows (`indexer.py`). So is the cache write where vLLM asks the backend for it: in GLM-5.3-Flash and under
-prefill context parallelism; DeepSeek-V3.2's layers write rows by a fused kernel of their own. Index conversion stays
-vLLM's, once for the layers that share an indexer, as does the dense attention that it gives to prefills of at most topk
-tokens. Prefills over an FP8 cache go to the decode kernel, which reads FP8 rows in place. Decodes of short contexts
-attend over all rows, without lists, where that is faster (`short.py`).
+Ours are
+
+- the attention, over FP8 and bf16 caches, for any number of heads. Prefills over an FP8 cache run as `sparse_decode`,
+  which reads FP8 rows in place. Decodes of short contexts attend over all rows, without lists, if that is faster
+  (`short.py`);
+- in DeepSeek-V3.2 and GLM-5 the choice of rows (`indexer.py`);
+- the cache write, where vLLM leaves it to the backend: in GLM-5.3-Flash and under prefill context parallelism. Layers
+  of DeepSeek-V3.2 write rows by a fused kernel of vLLM's.
+
+vLLM's own remain the conversion of positions to slots, once for the layers that share an indexer, and the dense
+attention of prefills of at most topk tokens.
 """
 
 from __future__ import annotations
@@ -37,11 +42,11 @@ else:
     StockBuilder = common.SparseMLACommonMetadataBuilder
     StockImpl = common.SparseMLACommonImpl
 
-WRITTEN = ("auto", "bfloat16", "fp8_ds_mla")  # cache types that `concat_and_cache_mla` writes
+WRITTEN = ("auto", "bfloat16", "fp8_ds_mla")  # cache types that `do_kv_cache_update` can write
 
 
 class CupyMLASparseBackend(StockBackend):
-    """Its name stays FLASHMLA_SPARSE: by that name vLLM knows that `fp8` means `fp8_ds_mla`."""
+    """The backend. Its name stays FLASHMLA_SPARSE: for that name vLLM takes `fp8` as `fp8_ds_mla`."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "fp8_ds_mla", "fp8"]
 
@@ -59,7 +64,7 @@ class CupyMLASparseBackend(StockBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Of attention; what else a layer needs, `supports_combination` and `indexer.adopt` say."""
+        """Whether attention runs. `supports_combination` and `indexer.adopt` check what else a layer needs."""
         return SparseMLABackend.supports_compute_capability(capability.major, capability.minor)
 
     @classmethod
@@ -75,7 +80,7 @@ class CupyMLASparseBackend(StockBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Why a layer cannot be served, None where it can."""
+        """Why a layer cannot be served; None if it can."""
         if head_size == 512 and device_capability.major not in indexer.DEEP_GEMM:
             major, minor = device_capability.major, device_capability.minor
             return (
@@ -94,7 +99,7 @@ class CupyMLASparseBackend(StockBackend):
     def validate_configuration(
         cls, *layer: Any, use_pcp: bool = False, use_dcp: bool = False, **more: Any
     ) -> list[str]:
-        """Every reason why a layer cannot be served."""
+        """All reasons why a layer cannot be served."""
         stock: Any = super()
         reasons: list[str] = stock.validate_configuration(*layer, use_pcp=use_pcp, use_dcp=use_dcp, **more)
         if use_pcp and use_dcp:
@@ -106,10 +111,11 @@ class CupyMLASparseBackend(StockBackend):
 
 
 class CupyMLASparseBuilder(StockBuilder):
-    """The metadata that all of vLLM's sparse MLA backends have, and the decodes that take no lists.
+    """The metadata builder of vLLM's sparse MLA backends. It adds the decodes that need no lists.
 
-    Requests of few query tokens count as decodes, up to as many as for vLLM's own backends on Hopper: the decode kernel
-    serves them as well, and one of them beside decodes must not take these to the prefill kernel.
+    Requests of few query tokens count as decodes, up to the same numbers as in vLLM's own backends on Hopper.
+    `sparse_decode` serves them as well. If one counted as a prefill, the decodes beside it would run as
+    `sparse_prefill`, too.
     """
 
     _stock_build: Any = common.SparseMLACommonMetadataBuilder.build
@@ -129,7 +135,7 @@ class CupyMLASparseBuilder(StockBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         built = self._stock_build(common_prefix_len, common_attn_metadata, fast_build)
         config = self.vllm_config
-        if self.dcp_world_size == 1 and not self.use_pcp:  # a rank of several has a part of the rows
+        if self.dcp_world_size == 1 and not self.use_pcp:  # with several ranks each has a part of the rows
             layout = BF16_576 if self.mla_dims.qk_rope_head_dim else BF16_512
             if self.kv_cache_spec.cache_dtype_str == "fp8_ds_mla":
                 layout = V32_FP8
@@ -143,9 +149,9 @@ class CupyMLASparseImpl(StockImpl):
     """One layer's attention.
 
     Args:
-        sinks: [heads of this rank] float32 attention sinks of models that have them (HY-V4). Such layers do without
-            context parallelism, whose merge of ranks would count them once a rank, and without dense prefills, which
-            would leave them out.
+        sinks: [heads of this rank] float32 attention sinks, in models that have them (HY-V4). Such layers have no
+            context parallelism, whose merge would count the sinks once for each rank, and no dense prefills, which
+            would ignore them.
     """
 
     can_return_lse_for_decode: bool = True
@@ -157,7 +163,7 @@ class CupyMLASparseImpl(StockImpl):
         self.sinks: torch.Tensor | None = sinks
         self.fp8: bool = self.kv_cache_dtype == "fp8_ds_mla"
         if (self.fp8 and self.qk_rope_head_dim == 0) or sinks is not None:
-            # Without RoPE its workspace is narrower than the rows of such a cache.
+            # Without RoPE vLLM's workspace for dense prefills is narrower than the rows of an FP8 cache.
             self.supports_dense_mha_prefill: bool = False
         if sinks is not None:
             self.supports_dcp = False
@@ -168,7 +174,8 @@ class CupyMLASparseImpl(StockImpl):
             indexer.adopt(kwargs["indexer"])
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Warm up: vLLM calls this for each layer, after loading and before it measures the memory that is left."""
+        """Compile kernels: vLLM calls this for each layer after it has loaded the weights, and before it measures free
+        memory."""
         layout: CacheLayout = "v32_fp8" if self.fp8 else "bf16"
         lists = self.topk_indices_buffer
         layers = warm.layers_of(
@@ -187,10 +194,10 @@ class CupyMLASparseImpl(StockImpl):
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Put a step's rows into the cache; a profiling run has none, and nothing is done.
+        """Write a step's rows into the cache. In a profiling run, without a cache, it does nothing.
 
         Raises:
-            ValueError: a cache type that our operation does not write.
+            ValueError: our operation cannot write a cache of this type.
         """
         if kv_cache.numel() == 0:
             return
@@ -205,7 +212,7 @@ class CupyMLASparseImpl(StockImpl):
         attn_metadata: Any,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention [T, h, 512] of a step, and lse [T, h] for ranks that have a part of the rows."""
+        """Attention [T, h, 512] of a step; and lse [T, h] where ranks have parts of the rows, else None."""
         cache, step = kv_c_and_k_pe_cache, attn_metadata
         dense = short.dense_decodes_of(step)
         if dense is not None:
@@ -238,11 +245,11 @@ class CupyMLASparseImpl(StockImpl):
         block_size: int,
         is_decode: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention over the first `valid_counts` of each token's rows; they count from the cache's first row."""
+        """Attention over the first `valid_counts` entries of each token's list `topk_indices` of slots."""
         rows, _ = flat_kv_row_view(kv_cache, block_size)
         query = whole(q, BF16_576.d_qk if self.fp8 else rows.shape[-1])
         if self.fp8 or is_decode:
-            pages = rows.view(-1, gcd(len(rows), warm.PAGE), rows.shape[-1])  # of a power of two, which saves divisions
+            pages = rows.view(-1, gcd(len(rows), warm.PAGE), rows.shape[-1])  # blocks of a power of two save divisions
             out, lse = sparse_decode(
                 query[:, None], pages, topk_indices[:, None], self.scale, attn_sink=self.sinks, topk_length=valid_counts
             )
@@ -253,4 +260,5 @@ class CupyMLASparseImpl(StockImpl):
             )
         if not self.need_to_return_lse_for_decode:
             return out, None
-        return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # of a rank without a row, for vLLM's merge
+        # In vLLM's merge a rank without a row counts for nothing.
+        return out, lse.masked_fill(lse == torch.inf, -torch.inf)

@@ -1,4 +1,5 @@
-"""Layers of vLLM's models as `cupy_mla.warmup` takes them, which is told of them before the first request."""
+"""The layers of vLLM's models as configs for `cupy_mla.warmup`, which compiles their kernels before the first
+request."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from ...typing import CacheLayout
 from .. import warm
 from . import logger
 
-PAGE = 64  # rows of a block, of which vLLM's blocks are multiples
+PAGE = 64  # rows of a block; vLLM's blocks are multiples of it
 V4_PAGE = 256  # tokens of a block of DeepSeek-V4's caches
 
 
 def layers_of(vllm_config: Any, heads: int, topk: int, layout: CacheLayout, *, rope: bool) -> SparseMLAConfig:
-    """Sparse MLA layers and an engine's maxima. Whole batches may go to the decode kernel.
+    """Sparse MLA layers and an engine's maxima. Whole batches may run as `sparse_decode`.
 
     Args:
-        heads: query heads that a call has.
+        heads: query heads of a call.
         topk: entries of a query token's list.
         layout: of the cache.
         rope: whether rows have a RoPE part; GLM-5.3-Flash's have none.
@@ -39,8 +40,8 @@ def dense_layers_of(vllm_config: Any, heads: int, fp8: bool) -> DenseMLAConfig:
     """MLA layers without an indexer.
 
     Args:
-        heads: query heads that a call has.
-        fp8: whether the cache has FP8 rows, of one scale.
+        heads: query heads of a call.
+        fp8: whether the cache has FP8 rows, with one scale.
     """
     return DenseMLAConfig(
         heads, block_size=PAGE, cache_layout="plain_fp8" if fp8 else "bf16",
@@ -50,8 +51,8 @@ def dense_layers_of(vllm_config: Any, heads: int, fp8: bool) -> DenseMLAConfig:
 
 
 def v4_layers_of(vllm_config: Any) -> list[SparseMLAConfig]:
-    """DeepSeek-V4's layers: with a sliding window alone, and with each kind of compressed cache beside it. Calls have
-    as many heads as vLLM's layers pad theirs to."""
+    """DeepSeek-V4's kinds of layers: with a sliding window alone, and with each kind of compressed cache. The number of
+    heads is that to which vLLM's layers pad theirs."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     return [
@@ -66,11 +67,11 @@ def v4_layers_of(vllm_config: Any) -> list[SparseMLAConfig]:
 
 
 def _speculative(vllm_config: Any) -> int:
-    """Query tokens that a decode has beyond its first."""
+    """Query tokens of a decode beyond the first."""
     speculative = vllm_config.speculative_config
     return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device) -> None:
-    """Make the kernels of such layers ready, with lines in vLLM's log."""
+    """Compile and load the kernels of such layers, with lines in vLLM's log."""
     warm.up(layers, device, logger)

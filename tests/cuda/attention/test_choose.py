@@ -15,7 +15,7 @@ from cupy_mla.cuda.attention.choose import EVERY_NAME, EXPLAIN, KERNELS, VARIABL
 from cupy_mla.cuda.attention.divide import Clusters, Segments, Shares, Teams, Whole
 from cupy_mla.cuda.attention.kernels import bf16_grouped_sm90, fp8_sm90
 from cupy_mla.cuda.attention.problem import Problem
-from cupy_mla.cuda.attention.times import of, text_of
+from cupy_mla.cuda.attention.times import module_for, text_of
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_576, EXTRA_OF, V4_FP8, V32_FP8, Layout
 
@@ -89,7 +89,7 @@ def test_all_kinds_of_work_have_times():
             if kernel.serves(problem):
                 for division in kernel.candidates(problem._replace(kernel=name, division="any")):
                     words, _, _ = kernel.work(problem, division)
-                    assert of(problem.gpu).TIMES[name][text_of(words)], (name, words)
+                    assert module_for(problem.gpu).TIMES[name][text_of(words)], (name, words)
 
 
 @pytest.mark.parametrize("gpu", [A100, L40], ids=["A100", "L40"])
@@ -112,9 +112,10 @@ def test_what_reads_an_extra_cache_of_another_layout(layout, extra):
 
 
 def test_a_gpu_has_the_times_under_its_name():
-    names = {name: of(Gpu(0, 132, 90, 227, name)).__name__.rpartition(".")[2] for name in ("NVIDIA H100 PCIe", "GH200")}
+    modules = {name: module_for(Gpu(0, 132, 90, 227, name)) for name in ("NVIDIA H100 PCIe", "GH200")}
+    names = {name: module.__name__.rpartition(".")[2] for name, module in modules.items()}
     assert names == {"NVIDIA H100 PCIe": "h100", "GH200": "h200"}
-    assert of(A100) is of(GPU)  # the nearest
+    assert module_for(A100) is module_for(GPU)  # the nearest
 
 
 def test_groups_are_for_prefills_of_few_heads_that_can_mask_rows():

@@ -2,13 +2,15 @@
 
 A module answers, for a `Problem`:
 
-    serves(problem)                      whether the kernel can serve it, however many queries and entries it has
-    candidates(problem)                  divisions that may be the fastest; where something is forced, one of each kind
+    serves(problem)                      whether the kernel can serve it, for any number of queries and entries
+    candidates(problem)                  divisions that may be the fastest; where a kernel or division is forced, at
+                                         least one of each kind that the kernel has
     fits(problem, division)              whether the kernel is built for a division of such a kind
-    work(problem, division)              what `times` calls this kind of work, what takes time in it, and how much
+    work(problem, division)              the kind of work as `times` knows it, what takes time in it, and how much of
+                                         each there is
     launches(problem, division, call)    the program
     kernels()                            all variants, for the compile tests and for warming up
 
-Some of them have `same_bits(division)`: the divisions that give the same bits. `dense.py` says what a module of dense
-attention answers, for a `DenseProblem`.
+`fp8_sm90` also has `same_bits(division)`: the divisions that give the same bits. The modules of dense attention answer
+the same for a `DenseProblem`; `dense.py` names the one difference.
 """

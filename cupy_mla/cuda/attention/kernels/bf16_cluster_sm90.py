@@ -33,7 +33,7 @@ def kernel(layout: Layout, heads: int) -> Kernel:
 
 @cache
 def cluster_kernel() -> Kernel:
-    """The variant that is asked how many clusters run at a time; a CTA of every variant takes a whole SM."""
+    """The variant that `Gpu.clusters_at_once` is asked about. A CTA of every variant takes a whole SM."""
     return kernel(BF16_576, bf16_sm90.HEADS)
 
 
@@ -45,30 +45,30 @@ def kernels() -> Iterator[Kernel]:
 
 
 def serves(problem: Problem) -> bool:
-    """Flat bf16 rows in two splits and more."""
+    """Flat bf16 rows, in at least two splits."""
     flat = problem.flat and problem.layout in bf16_sm90.LAYOUTS
-    return problem.on_hopper and flat and not problem.fixed and problem.num_splits != 1
+    return problem.on_hopper and flat and not problem.fixed_kernel and problem.num_splits != 1
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Clusters of each size that all run at a time."""
+    """Clusters of the largest sizes of which all run at a time."""
     asked = min(problem.splits(MAX_CLUSTER), MAX_CLUSTER)
     at_once = problem.gpu.clusters_at_once(cluster_kernel())
     for heads in HEADS:
         if heads > HEADS[0] and problem.heads <= heads // 2 and not problem.division:
             continue  # more padding than heads
         found = [asked] if asked else fitting(problem, problem.items(heads), problem.pairs, at_once)
-        for n in found or [2][: problem.asks]:
+        for n in found or [2][: problem.forced]:
             yield Clusters(heads, n, n)
 
 
 def fits(problem: Problem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     return division.heads in HEADS and division.fits and division.splits == division.cluster > 1
 
 
 def work(problem: Problem, division: Any) -> Work:
-    """What takes time in a division, see `work.py`."""
+    """The work of a division, see `work.py`."""
     heads, splits, pairs = division.heads, division.splits, problem.pairs
     items = problem.items(heads)
     names, amounts = split(problem, items * splits, splits, -(-pairs // splits), problem.heads > heads)

@@ -25,12 +25,12 @@ from .work import Counted, rounds_of, whole
 CONSUMERS = 2  # consumer warpgroups of a CTA
 HEADS = (8, 16, 32)  # heads a CTA is built for
 INVARIANT_ROWS = 512  # of a split of a batch-invariant call
-# What takes time in whole items and splits: where a CTA reads rows of its own, and where several read the same.
+# What takes time in whole items and splits: where no CTAs read the same rows, and where those of a query's heads do.
 AMOUNTS = tuple(
     (
-        "launch", "items", "tiles", "rounds", "mean", f"{of}mean tiles", "load", f"{of}tiles at load", "merges",
-        "combine", "results",
-    ) for of in ("", "shared ")
+        "launch", "items", "tiles", "rounds", "mean", f"{shared}mean tiles", "load", f"{shared}tiles at load",
+        "merges", "combine", "results",
+    ) for shared in ("", "shared ")
 )  # fmt: skip
 
 
@@ -67,13 +67,14 @@ def serves(problem: Problem) -> bool:
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Whole items, two of them a CTA where there are more than SMs, clusters, and partial results for `combine.cu`.
+    """Whole items, splits in clusters, splits that `combine.cu` merges, and two queries a CTA where items fill the GPU.
 
-    Of more than 32 heads over flat rows only items that do not fill the GPU, and no splits: other kernels are faster.
+    With more than 16 heads over flat rows only whole items that do not fill the GPU: otherwise other kernels are
+        faster.
     """
-    heads, fixed = block_heads(problem.heads), problem.fixed
+    heads, fixed = block_heads(problem.heads), problem.fixed_kernel
     many = problem.items(heads) > problem.gpu.sms
-    if problem.flat and problem.heads > 16 and not (problem.asks or problem.num_splits or fixed):
+    if problem.flat and problem.heads > 16 and not (problem.forced or problem.num_splits or fixed):
         if not many:
             yield Whole(heads)
             yield Whole(16)
@@ -86,14 +87,14 @@ def candidates(problem: Problem) -> Iterator[Division]:
 
 
 def _splits(problem: Problem, heads: int) -> Iterator[Division]:
-    """Whole items, and splits with so many heads a CTA."""
+    """Whole items and splits, of CTAs with so many heads."""
     asked, sms, items = problem.splits(INVARIANT_ROWS), problem.gpu.sms, problem.items(heads)
     if asked <= 1:
         yield Whole(heads)
     if asked == 1 and not problem.division:
         return
     at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
-    found = [*split_numbers(problem.tiles, max(3, sms // max(1, items)))]  # two and three in several rounds, too
+    found = [*split_numbers(problem.tiles, max(3, sms // max(1, items)))]  # 2 and 3 even if they take several rounds
     numbers = [asked] if asked > 1 else found[-3:] or [2][: bool(problem.division)]
     for n in numbers:
         cluster = largest_cluster(n)
@@ -104,14 +105,14 @@ def _splits(problem: Problem, heads: int) -> Iterator[Division]:
 
 
 def fits(problem: Problem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     if isinstance(division, Whole):
         return division.heads in HEADS and division.queries in (1, 2)
     return division.heads in HEADS and division.fits
 
 
 def work(problem: Problem, division: Any) -> Work:
-    """What takes time in a division, see `work.py`."""
+    """The work of a division, see `work.py`."""
     kind, words = "clusters", (division.heads, problem.phase, problem.lists)
     if isinstance(division, Whole):
         if division.queries == 2:
@@ -122,13 +123,17 @@ def work(problem: Problem, division: Any) -> Work:
 
 
 def _counted(problem: Problem, division: Any) -> Counted:
-    """What takes time in whole items or splits. A round is a tile for each consumer warpgroup."""
+    """What takes time in whole items or splits.
+
+    A GPU runs so many clusters in `turns`. An amount "rounds" counts tiles that the consumer warpgroups of a CTA
+    multiply at the same time.
+    """
     splits, cluster = (1, 1) if isinstance(division, Whole) else (division.splits, division.cluster)
     partials, each = splits // cluster, -(-problem.tiles // splits)
     clusters = problem.items(division.heads) * partials
     at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())[cluster - 1]
     turns = rounds_of(clusters, at_once)
-    last = min(1.0, max(0.0, clusters * cluster / problem.gpu.sms - turns + 1))  # how full the last round is
+    last = min(1.0, max(0.0, clusters * cluster / problem.gpu.sms - turns + 1))  # part of the GPU in the last turn
     mean, load = turns - 1 + last, turns - 1 + last**2
     results = problem.queries * problem.heads * partials / 1000 if partials > 1 else 0
     return AMOUNTS[problem.heads > division.heads], (
@@ -138,8 +143,8 @@ def _counted(problem: Problem, division: Any) -> Counted:
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
-    """The launch: a cluster a work item and partial result; or, with two queries a CTA, CTAs that take pairs in turn,
-    those with the longest lists first."""
+    """The launch. With two queries a CTA, the CTAs take pairs of queries in turn, those with the longest lists first.
+    Otherwise there is a cluster for each partial result of each item."""
     heads, items = division.heads, problem.items(division.heads)
     if isinstance(division, Whole) and division.queries == 2:
         order, params = longest_first(problem, call.params) if problem.uneven else (None, call.params)

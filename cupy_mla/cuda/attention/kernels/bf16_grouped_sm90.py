@@ -28,8 +28,9 @@ from .work import shares
 
 MAX_QUERIES = 8  # of a group
 MAX_HEADS = 32  # of a call
-QUERIES_PER_SM = 16  # whose lists `group_lists.cu` unites at a time
-REST_FEW_HEADS = 16  # up to which the queries that are left are for `bf16_few_heads_sm90`, above for `bf16_sm90`
+QUERIES_PER_SM = 16  # so many queries' lists `group_lists.cu` unites on an SM at a time
+# Up to so many heads `bf16_few_heads_sm90` serves the queries that are left, with more `bf16_sm90`.
+REST_FEW_HEADS = 16
 
 # A group is faster than its queries one by one where the union has at most this share of the lists' entries. Measured:
 # a list entry takes 0.74 of the time of a row of the union on `bf16_few_heads_sm90`, and 0.95 on `bf16_sm90`. The
@@ -37,13 +38,15 @@ REST_FEW_HEADS = 16  # up to which the queries that are left are for `bf16_few_h
 # and with 16 rows of the cache for each entry: 0.43 and 0.79 (groups of 8), 0.63 and 0.89 (of 4), 0.79 and 0.94 (of 2).
 MOST_ROWS_FEW_HEADS, MOST_ROWS = 0.71, 0.86
 
-LEAST_FULL = 0.5  # share of the GPU that groups must fill
+LEAST_BUSY = 0.5  # the part of the GPU that groups must keep busy
 
-LEAST_SCALE = 2.0**-60  # least sm_scale: the mask of -2^120, times it, must still take a row out of a softmax
+# The least sm_scale: a row is masked by a logit of -2^120, which must still be far below all others when it is scaled.
+LEAST_SCALE = 2.0**-60
 
-SORTED_CACHE_BYTES = 1 << 26  # above so many bytes of rows, which L2 does not hold, lists that are left are sorted
+# The lists that are left are sorted where the cache has more bytes than L2 holds.
+SORTED_CACHE_BYTES = 1 << 26
 
-SCRATCH_BYTES = 1 << 28  # memory for the united lists of one launch, about
+SCRATCH_BYTES = 1 << 28  # for the united lists of one launch, about
 
 
 @cache
@@ -85,28 +88,28 @@ def serves(problem: Problem) -> bool:
     return problem.on_hopper and few and problem.groupable and problem.layout in bf16_sm90.LAYOUTS
 
 
-def full(problem: Problem) -> float:
-    """Share of the GPU that groups keep busy, over all rounds of CTAs."""
+def busy(problem: Problem) -> float:
+    """The part of the GPU that groups keep busy, as the mean over all rounds of CTAs."""
     groups, sms = ceil_div(problem.queries, group_queries(problem.heads)), problem.gpu.sms
     return groups / (ceil_div(groups, sms) * sms)
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Groups, where they fill half of the GPU."""
-    if problem.asks or full(problem) >= LEAST_FULL:
+    """Groups, where they keep half of the GPU busy."""
+    if problem.forced or busy(problem) >= LEAST_BUSY:
         yield Whole(bf16_sm90.HEADS, queries=group_queries(problem.heads))
 
 
 def fits(problem: Problem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     return division == Whole(bf16_sm90.HEADS, queries=group_queries(problem.heads))
 
 
 def work(problem: Problem, division: Any) -> Work:
-    """What takes time, for lists of which some are grouped and some are not."""
+    """The work of a division: the mean of calls where some queries are grouped and others are not."""
     items = ceil_div(problem.queries, division.queries)
-    size = 8 if division.queries >= 8 else 4 if division.queries >= 4 else 2
-    return ("groups of", size), *shares(problem, items)
+    measured = 8 if division.queries >= 8 else 4 if division.queries >= 4 else 2
+    return ("groups of", measured), *shares(problem, items)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
@@ -116,11 +119,11 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     """
     queries, sms, topk = division.queries, problem.gpu.sms, problem.entries
     limit = MOST_ROWS_FEW_HEADS if problem.heads <= REST_FEW_HEADS else MOST_ROWS
-    most_rows = 1.0 if problem.kernel else min(limit, full(problem))
+    most_rows = 1.0 if problem.kernel else min(limit, busy(problem))
     capacity = queries * topk
     total = ceil_div(problem.queries, queries)
-    tile_bits = ceil_div(capacity, bf16_sm90.TILE_ROWS) * queries  # 64-bit words of a group in `twice`
-    sizes = (8 * tile_bits, 4 * capacity, 4, capacity)  # bytes of a group in twice, rows, group_lengths, excluded
+    twice_words = ceil_div(capacity, bf16_sm90.TILE_ROWS) * queries  # 64-bit words of a group in `twice`
+    sizes = (8 * twice_words, 4 * capacity, 4, capacity)  # bytes of a group in twice, rows, group_lengths, excluded
     groups = min(total, max(SCRATCH_BYTES // sum(sizes), 1))  # of a launch
     united = Buffer("united lists", shape=(groups * sum(sizes),))
     twice, rows, group_lengths, excluded = (united.ptr + groups * sum(sizes[:i]) for i in range(4))
@@ -133,7 +136,7 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
         grouped = structs.GROUPED(
             params, list_lengths=pointer(call.lengths), rows=rows, excluded=excluded, twice=twice,
             group_lengths=group_lengths, left=left.ptr, queries=queries, first_group=first, num_groups=here,
-            capacity=capacity, twice_capacity=tile_bits, most=most_rows,
+            capacity=capacity, twice_capacity=twice_words, most=most_rows,
         )  # fmt: skip
         steps.append(Launch(group_lists_kernel(queries), (QUERIES_PER_SM // queries * sms, 1, 1), grouped))
         ctas = here if call.lengths is not None else sms

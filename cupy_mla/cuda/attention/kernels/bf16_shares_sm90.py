@@ -19,9 +19,9 @@ from ..times import Work
 from . import bf16_sm90
 from .work import shares, split
 
-UNEVEN_ITEM_COST = 8  # of lists that are not equally long, in eighths of a pair of tiles
+UNEVEN_ITEM_COST = 8  # what an item of unequal lists costs beside its pairs, in eighths of a pair of tiles
 LEAST_SPLIT = 1  # pairs of tiles
-MOST_SPLITS = 256  # of a work item: as many partial results a CTA merges
+MOST_SPLITS = 256  # of a work item: a CTA merges no more partial results
 
 SPILL_BYTES = 28  # a few words, once a work item; 20 by NVRTC 12.9 and 13.0
 
@@ -43,18 +43,18 @@ def kernels() -> Iterator[Kernel]:
 
 
 def serves(problem: Problem) -> bool:
-    """Flat bf16 rows in two splits and more."""
+    """Flat bf16 rows, in at least two splits."""
     flat = problem.flat and problem.layout in bf16_sm90.LAYOUTS
-    return problem.on_hopper and flat and not problem.fixed and problem.num_splits != 1
+    return problem.on_hopper and flat and not problem.fixed_kernel and problem.num_splits != 1
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Equal shares of all rows, or of each item's where these fill the GPU."""
+    """Equal shares of all rows; and as many equal splits of each item as fill the GPU."""
     heads, sms = bf16_sm90.HEADS, problem.gpu.sms
     asked = problem.splits(MOST_SPLITS)
     if asked:
         yield Shares(heads, splits=min(asked, MOST_SPLITS))
-    elif problem.asks or problem.items(heads) <= 6 * sms:
+    elif problem.forced or problem.items(heads) <= 6 * sms:
         yield Shares(heads)
         splits = sms // problem.items(heads)
         if 1 < splits <= problem.pairs:
@@ -62,12 +62,12 @@ def candidates(problem: Problem) -> Iterator[Division]:
 
 
 def fits(problem: Problem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     return division.heads == bf16_sm90.HEADS and 0 <= division.splits <= MOST_SPLITS
 
 
 def work(problem: Problem, division: Any) -> Work:
-    """What takes time in a division, see `work.py`."""
+    """The work of a division, see `work.py`."""
     heads = division.heads
     items, shared = problem.items(heads), problem.heads > heads
     words = problem.phase, problem.lists
@@ -83,19 +83,19 @@ def work(problem: Problem, division: Any) -> Work:
     return ("shares", *words), (*names, "cuts"), (1, begun, pairs, amounts[3], cuts)
 
 
-# Of a share, in eighths of the time of a pair of tiles: an item begun, for Q, first rows and results, and an end that
-# cuts an item, for the partial result that is left or merged. They tell which share is the slowest.
+# Times by which the slowest share is found, in eighths of the time of a pair of tiles: of each item that a share has a
+# part of (Q, first rows, results), and of each end of the share within an item (a partial result is left or merged).
 SLOWEST_ITEM, SLOWEST_CUT = 15, 5
 
 
 def slowest_share(items: int, pairs: int, ctas: int) -> tuple[int, int, int]:
-    """Items, pairs of tiles and ends within an item of the slowest of so many shares.
+    """The items, pairs of tiles and ends within an item that the slowest of `ctas` equal shares has.
 
-    Shares end at whole pairs, and a part of an item needs its Q and first rows as a whole one does. So of short lists
-    the slowest share takes much longer than the mean.
+    Shares end at whole pairs, and a part of an item takes as long for Q and first rows as a whole item. So with short
+    lists the slowest share takes much longer than the mean.
     """
     item, rest = even_shares(items, ctas)
-    pair_of, before, until = _within(pairs, ctas)
+    pair_of, before, until = _boundary_times(pairs, ctas)
     took = (item[1:] - item[:-1]) * (SLOWEST_ITEM + PAIR_COST * pairs) + until[rest[1:]] - before[rest[:-1]]
     share = int(took.argmax())
     first, last = int(item[share]), int(item[share + 1])
@@ -105,9 +105,14 @@ def slowest_share(items: int, pairs: int, ctas: int) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=64)
-def _within(pairs: int, ctas: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of shares that begin or end so many `ctas`-ths of an item's cost behind its begin: before which pair; the time of
-    an item that a share is spared which begins there, and that of one which ends there."""
+def _boundary_times(pairs: int, ctas: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Three arrays over places of a boundary in an item of so many pairs. Place r is r / `ctas` of the item's cost
+    behind its begin.
+
+    Returns:
+        the pairs before the boundary; the time of the item that the share which begins there is spared; the time of the
+        item that the share which ends there takes.
+    """
     cost = np.arange(ctas) * (ITEM_COST + PAIR_COST * pairs) // ctas
     pair = np.minimum(nearest_pair(cost, ITEM_COST), pairs)
     ends = [pair == 0, pair == pairs]
@@ -117,7 +122,7 @@ def _within(pairs: int, ctas: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
-    """The launch: so many CTAs, a share each."""
+    """The launch: a CTA for each share."""
     division = division.filled(problem, problem.gpu.sms, LEAST_SPLIT)
     fields = division.fields(problem, division.heads * HALF_PARTIAL_BYTES)
     params = call.params.replaced(num_splits=division.num_splits, **fields)

@@ -18,12 +18,12 @@ from .lists import longest_first
 from .work import whole
 
 HEADS = 64
-LAYOUTS = (BF16_576, BF16_512)  # that the kernels for flat bf16 rows can read
+LAYOUTS = (BF16_576, BF16_512)  # the kernels for flat bf16 rows can read these
 SPILL_BYTES = 36  # a few words of the producer, once a work item
 
 
 def defines(layout: Layout) -> dict[str, int | str]:
-    """The constants of this kernel and its relatives."""
+    """The constants of this kernel, and of others for bf16 rows and for dense attention."""
     return {**layout.defines(), "D_V": D_V, "HEADS": HEADS, "TILE_ROWS": TILE_ROWS}
 
 
@@ -45,7 +45,7 @@ def kernels() -> Iterator[Kernel]:
 def serves(problem: Problem) -> bool:
     """Flat bf16 rows, unsplit."""
     flat = problem.flat and problem.layout in LAYOUTS
-    return problem.on_hopper and flat and not problem.fixed and problem.num_splits <= 1
+    return problem.on_hopper and flat and not problem.fixed_kernel and problem.num_splits <= 1
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
@@ -54,12 +54,12 @@ def candidates(problem: Problem) -> Iterator[Division]:
 
 
 def fits(problem: Problem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     return bool(division == Whole(HEADS))
 
 
 def work(problem: Problem, division: Any) -> Work:
-    """What takes time in a division, see `work.py`."""
+    """The work of a division, see `work.py`."""
     words = "whole", problem.phase, problem.lists
     return words, *whole(problem, problem.items(HEADS), problem.pairs, problem.heads > HEADS)
 

@@ -15,7 +15,7 @@ from ..problem import Problem
 
 @cache
 def kernel(half: bool = False) -> Kernel:
-    """The kernel; of the layout it knows whether results are float16."""
+    """The kernel; `half`: results are float16, not bfloat16."""
     return Kernel("attention/combine.cu", structs.ATTENTION, {"D_V": D_V, "HALF_ITEMS": int(half)}, overlaps=True)
 
 

@@ -19,9 +19,10 @@ from ..times import Work
 from . import bf16_cluster_sm90, bf16_sm90
 from .work import Counted, in_rounds, rounds_of, split
 
-LAYOUTS = (*bf16_sm90.LAYOUTS, FP16_576, FP16_512)  # that the kernels for Hopper read
+LAYOUTS = (*bf16_sm90.LAYOUTS, FP16_576, FP16_512)  # the kernels of dense attention for 16-bit rows read these
 LINES = bf16_cluster_sm90.HEADS  # of a work item: query tokens times heads
-# Pairs of tiles that a CTA may have: a longer request might be alone among short ones.
+# Pairs of tiles that a CTA may have. Lengths are not known: with more, one long request among short ones would keep its
+# CTAs busy while all others idle.
 MOST_PAIRS = 8
 SPILL_BYTES = 8  # once a work item
 
@@ -44,42 +45,47 @@ def kernels() -> Iterator[Kernel]:
 
 
 def serves(problem: DenseProblem) -> bool:
-    """Aligned bf16 and float16 rows on Hopper, in two splits and more."""
+    """Aligned bf16 and float16 rows on Hopper, in at least two splits."""
     able = problem.on_hopper and problem.layout in LAYOUTS
     return able and not problem.batch_invariant and problem.num_splits != 1
 
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
-    """Of each number of lines the largest clusters that all run at a time."""
+    """For each number of lines the largest clusters of which all run at a time."""
     yield from (division for lines in LINES for division in largest(problem, lines, LINES))
 
 
-def largest(problem: DenseProblem, lines: int, of: Sequence[int]) -> list[Clusters]:
-    """The largest clusters, of work items of so many lines, that all run at a time and of which each CTA may have a
-    pair of tiles, but two. None where a smaller number `of` these has less padding, or a CTA may have too many pairs.
+def largest(problem: DenseProblem, lines: int, kernel_lines: Sequence[int]) -> list[Clusters]:
+    """The largest clusters, at least of two CTAs, of which all run at a time and each CTA may have a pair of tiles.
+
+    None where half of the lines would be padding, or where a CTA may have more than MOST_PAIRS pairs.
+
+    Args:
+        lines: of a work item.
+        kernel_lines: all numbers of lines that the kernel is built for.
     """
-    asks, forced = problem.asks or problem.num_splits, problem.division != ""
-    if lines > min(of) and problem.lines <= lines // 2 and not forced:
+    prescribed, forced = problem.forced or problem.num_splits, problem.division != ""
+    if lines > min(kernel_lines) and problem.lines <= lines // 2 and not forced:
         return []
     at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
     most, items = min(problem.num_splits or MAX_CLUSTER, MAX_CLUSTER, max(2, problem.pairs)), problem.items(lines)
     n = max((n for n in range(2, 1 + most) if items <= at_once[n - 1]), default=2 if forced else 1)
     few = ceil_div(problem.pairs, n) <= MOST_PAIRS
-    return [Clusters(lines, n, n)] if n > 1 and (few or asks) else []
+    return [Clusters(lines, n, n)] if n > 1 and (few or prescribed) else []
 
 
 def fits(problem: DenseProblem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     return division.heads in LINES and division.fits and division.splits == division.cluster > 1
 
 
 def work(problem: DenseProblem, division: Any) -> Work:
-    """What takes time in a division, see `work.py`."""
+    """The work of a division, see `work.py`."""
     return (division.heads,), *clusters(problem, division)
 
 
 def clusters(problem: DenseProblem, division: Any) -> Counted:
-    """What takes time in clusters, one for each work item."""
+    """What takes time where there is a cluster for each work item, and how much of it there is."""
     lines, splits = division.heads, division.splits
     items = problem.items(lines)
     names, amounts = split(problem, items * splits, splits, ceil_div(problem.pairs, splits), problem.lines > lines)

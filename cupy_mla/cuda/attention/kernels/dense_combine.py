@@ -19,18 +19,18 @@ from .work import Counted
 
 CTAS = 2  # of an SM, at most: the next launch waits for them
 LEAST_SPLIT = 1  # pairs of tiles
-MOST_PAIRS = 16  # of tiles, of an equal split: a request that has more might be alone among short ones
+MOST_PAIRS = 16  # pairs of tiles of an equal split; see `dense_cluster_sm90.MOST_PAIRS`
 INVARIANT_SPLITS = 8  # of each request in a batch-invariant call
-MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
-SHARE_BYTES = 16  # of a share in memory
-UNITS_OF_8_LINES = 16  # that a CTA may merge, of a work item
+MOST_SHARES = 512  # that may end anywhere in an item: no GPU has more SMs
+SHARE_BYTES = 16  # what the kernel writes down of a share
+UNITS_OF_8_LINES = 16  # parts into which the merge of 8 lines of an item is divided
 
 
 def kernel(lines: int = bf16_sm90.HEADS, fp8: bool = False, half: bool = False) -> Kernel:
     """The kernel for work items of so many lines. It does not depend on the width of rows.
 
     Args:
-        fp8: for what `dense_fp8_sm90` leaves.
+        fp8: partial results are those of `dense_fp8_sm90`.
         half: results are float16, else bfloat16.
     """
     return _kernel(lines, fp8, half)
@@ -56,17 +56,18 @@ def kernels() -> Iterator[Kernel]:
 
 
 def candidates(problem: DenseProblem, lines: int) -> Iterator[Shares]:
-    """Shares of all rows, and the most equal splits of each item that all run at a time; or what is asked for."""
+    """Equal shares of all rows, and the most equal splits of each item of which all run at a time; or the splits that
+    are prescribed."""
     asked = problem.num_splits or (INVARIANT_SPLITS if problem.batch_invariant else 0)
     yield Shares(lines, asked if asked > 1 else 0)
     splits = [] if asked else split_numbers(problem.pairs, problem.gpu.sms // problem.items(lines))[-1:]
     for n in splits:
-        if problem.requests == 1 or ceil_div(problem.pairs, n) <= MOST_PAIRS or problem.asks:
+        if problem.requests == 1 or ceil_div(problem.pairs, n) <= MOST_PAIRS or problem.forced:
             yield Shares(lines, n)
 
 
 def fits(division: Shares) -> bool:
-    """Whether shares are such that an item's merge knows them."""
+    """Whether the merge can handle so many shares."""
     return 0 <= division.ctas <= MOST_SHARES and division.splits >= 0
 
 
@@ -74,13 +75,16 @@ SHARES = "launch", "items", "pairs", "mean pairs", "partial results", "partial l
 
 
 def kind_of(division: Shares) -> str:
-    """What shares are called in `times`."""
+    """The word for shares of this kind in the keys of `times`."""
     return "splits" if division.splits > 1 else "shares"
 
 
 def counted(problem: DenseProblem, division: Shares) -> Counted:
-    """What takes time in shares and their merge: items of an SM; pairs of tiles of the longest share, and of an SM in
-    the mean; partial results of an item; what of them all items leave an SM, in items of 64 lines."""
+    """What takes time in shares and their merge.
+
+    "items" are those of an SM; "pairs" and "mean pairs" the pairs of tiles of the longest share and, in the mean, of an
+    SM; "partial results" those of an item; "partial lines" the lines of all partial results by SM, in units of 64.
+    """
     items, sms = problem.items(division.heads), problem.gpu.sms
     ctas = shares_of(problem, division)
     pairs = ceil_div(problem.pairs, division.splits) if division.splits > 1 else ceil_div(items * problem.pairs, ctas)
@@ -89,7 +93,7 @@ def counted(problem: DenseProblem, division: Shares) -> Counted:
 
 
 def shares_of(problem: DenseProblem, division: Shares) -> int:
-    """How many shares there are, a CTA each."""
+    """The number of shares, which is that of CTAs."""
     items = problem.items(division.heads)
     if division.splits > 1:
         return items * division.splits
@@ -97,15 +101,14 @@ def shares_of(problem: DenseProblem, division: Shares) -> int:
 
 
 def in_shares(
-    of: Kernel, merge: Kernel, problem: DenseProblem, params: Packed, division: Shares, plan: Plan | None
+    attention: Kernel, merge: Kernel, problem: DenseProblem, params: Packed, division: Shares, plan: Plan | None
 ) -> Program:
-    """The launch of all rows in equal shares, a share a CTA, and that which merges items that are cut.
+    """Two launches: attention over all rows in equal shares, a share a CTA; and the merge of items that are cut.
 
     Args:
-        of: a kernel of `dense_sm90` or `dense_fp8_sm90`.
+        attention: a kernel of `dense_sm90` or `dense_fp8_sm90`.
         merge: a kernel of this module.
-        division: with splits of each item, or items are cut where a share ends.
-        plan: of calls that divide their rows alike, where items are cut so.
+        plan: the plan that the layers of a step share. Equal splits of each item need none.
     """
     lines, splits = division.heads, division.num_splits
     items = problem.items(lines)
@@ -125,4 +128,4 @@ def in_shares(
         )  # fmt: skip
     units = min(items, shares) * UNITS_OF_8_LINES * ceil_div(min(problem.lines, lines), 8)
     grid = (min(CTAS * problem.gpu.sms, units), 1, 1)
-    return [Launch(of, (shares, 1, 1), dividing), Launch(merge, grid, params)]
+    return [Launch(attention, (shares, 1, 1), dividing), Launch(merge, grid, params)]

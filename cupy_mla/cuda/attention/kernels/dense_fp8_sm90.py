@@ -19,10 +19,10 @@ from . import dense_combine, fp8_sm90
 from .dense_cluster_sm90 import clusters, largest
 from .work import whole
 
-LAYOUTS = fp8_sm90.LAYOUTS_OF_FP8  # that the kernel can read
+LAYOUTS = fp8_sm90.LAYOUTS_OF_FP8
 LINES = fp8_sm90.DENSE_LINES  # query tokens times heads
-DIVISIONS = {Whole: 0, Clusters: 1, Shares: 5}  # kernels_cu/attention/division/division.cuh
-MOST_PAIRS = 16  # of tiles of a whole request: it might be alone among short ones
+DIVISIONS = {Whole: 0, Clusters: 1, Shares: 5}  # numbers of kernels_cu/attention/division/division.cuh
+MOST_PAIRS = 16  # pairs of tiles of a whole request; see `dense_cluster_sm90.MOST_PAIRS`
 SPILL_BYTES = {V32_NOPE_FP8: 4}  # an address
 
 
@@ -51,21 +51,21 @@ def serves(problem: DenseProblem) -> bool:
 
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
-    """All that may be the fastest."""
+    """Shares, whole requests and clusters, with each number of lines that may be the fastest."""
     few = [lines for lines in LINES if problem.lines <= lines]
-    if problem.batch_invariant:  # nothing depends on what else is in the batch
+    if problem.batch_invariant:  # the choice may depend on lines alone
         yield from dense_combine.candidates(problem, (*few, max(LINES))[0])
         return
     for lines in LINES if problem.lines > min(LINES) else LINES[:1]:
         yield from dense_combine.candidates(problem, lines)
-        if problem.num_splits <= 1 and (problem.asks or problem.num_splits or problem.pairs <= MOST_PAIRS):
+        if problem.num_splits <= 1 and (problem.forced or problem.num_splits or problem.pairs <= MOST_PAIRS):
             yield Whole(lines)
         if problem.num_splits != 1:
             yield from largest(problem, lines, LINES)
 
 
 def fits(problem: DenseProblem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     if division.heads not in LINES:
         return False
     if isinstance(division, Clusters):
@@ -76,9 +76,9 @@ def fits(problem: DenseProblem, division: Any) -> bool:
 
 
 def work(problem: DenseProblem, division: Any) -> Work:
-    """What takes time in a division, see `work.py`."""
+    """The work of a division, see `work.py`."""
     lines = division.heads
-    rows = "plain" if problem.layout.scale_of_call else ""  # those that have no scales of their own
+    rows = "plain" if problem.layout.scale_of_call else ""
     if isinstance(division, Shares):
         return (rows, dense_combine.kind_of(division), lines), *dense_combine.counted(problem, division)
     if isinstance(division, Clusters):
@@ -87,15 +87,15 @@ def work(problem: DenseProblem, division: Any) -> Work:
 
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
-    """The launch; of shares another one merges items that are cut."""
+    """The launch; after that of shares a second one merges the items that are cut."""
     lines, items, sms = division.heads, problem.items(division.heads), problem.gpu.sms
-    of = kernel(problem.layout, lines, DIVISIONS[type(division)])
+    attention = kernel(problem.layout, lines, DIVISIONS[type(division)])
     if isinstance(division, Shares):
         merge = dense_combine.kernel(lines, fp8=True)
-        return dense_combine.in_shares(of, merge, problem, params, division, plan)
+        return dense_combine.in_shares(attention, merge, problem, params, division, plan)
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
     if isinstance(division, Whole):
-        return [Launch(of, (min(items, sms), 1, 1), params)]
+        return [Launch(attention, (min(items, sms), 1, 1), params)]
     ctas = items * division.cluster
     memory = Buffer("partial results", shape=(ctas * lines * HALF_PARTIAL_BYTES,)).ptr
-    return [Launch(of, (ctas, 1, 1), params.replaced(cluster_parts=memory), division.cluster)]
+    return [Launch(attention, (ctas, 1, 1), params.replaced(cluster_parts=memory), division.cluster)]

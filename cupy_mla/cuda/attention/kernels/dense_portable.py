@@ -18,7 +18,7 @@ from ..times import Work
 from . import combine, portable
 
 INVARIANT_SPLITS = 8  # of each request of a batch-invariant call
-MOST_ROWS = 2**33  # of all items, of which shares can count the cost in 32 bits
+MOST_ROWS = 2**33  # of all items together: shares add up their cost in 32 bits
 
 
 def kernels() -> Iterator[Kernel]:
@@ -35,35 +35,36 @@ def serves(problem: DenseProblem) -> bool:
 
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
-    """The one that is to take the least time, or all of which one is asked for."""
+    """See `divisions`."""
     yield from divisions(problem, "portable", portable.work)
 
 
 def fits(problem: DenseProblem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     return portable.fits(as_sparse(problem, "portable"), division)
 
 
 def work(problem: DenseProblem, division: Any) -> Work:
-    """More than any kernel that is made for one GPU: how long it takes was not measured."""
+    """More than that of any other kernel: the time was not measured, and kernels that are made for the GPU are
+    faster."""
     return (), (), (inf,)
 
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch."""
-    return launched(problem, division, params, "portable", portable.LARGE)
+    return program(problem, division, params, "portable", portable.LARGE)
 
 
-def launched(problem: DenseProblem, division: Any, params: Packed, name: str, limit: int) -> Program:
-    """The launch of the kernel of that name, with so many KB of shared memory."""
-    of = as_sparse(problem, name)
+def program(problem: DenseProblem, division: Any, params: Packed, name: str, limit: int) -> Program:
+    """The launch of the kernel of that name, with so many KB of shared memory, and the merge of its splits."""
+    sparse = as_sparse(problem, name)
     kernel = portable.kernel(problem.layout, division.heads, limit, dense=True)
-    lines = params.replaced(s_q=1, h_q=of.heads, num_queries=of.queries)
-    launch = portable.launched(of, division, lines, kernel)
+    lines = params.replaced(s_q=1, h_q=sparse.heads, num_queries=sparse.queries)
+    launch = portable.launch(sparse, division, lines, kernel)
     if division.num_splits == 1:
         return [launch]
-    # The merge knows queries and their heads, of which partial results stand in the same order as those of lines.
-    queries = of._replace(heads=problem.heads, queries=problem.requests * problem.tokens)
+    # `combine` works on query tokens and their heads. Their partial results stand in the same order as those of lines.
+    queries = sparse._replace(heads=problem.heads, queries=problem.requests * problem.tokens)
     merging = launch.params.part(structs.ATTENTION).replaced(
         s_q=problem.tokens, h_q=queries.heads, num_queries=queries.queries
     )
@@ -71,32 +72,37 @@ def launched(problem: DenseProblem, division: Any, params: Packed, name: str, li
 
 
 def as_sparse(problem: DenseProblem, name: str) -> Problem:
-    """The problem as one of index lists with lengths. A query is a request, its heads are the request's lines, query
-    tokens times heads; a list names all rows that there may be."""
+    """The problem as one of index lists with lengths: each request is a query, whose heads are the request's lines and
+    whose list names all rows that the request may have."""
     return Problem(
         problem.gpu, problem.layout, False, problem.tokens * problem.heads, problem.requests, problem.rows,
         uneven=True, aligned=problem.aligned, num_splits=problem.num_splits, kernel=name, division=problem.division,
     )  # fmt: skip
 
 
-def divisions(problem: DenseProblem, name: str, of_sparse: Callable[[Problem, Any], Work]) -> list[Division]:
-    """Those of the kernel of that name, the least time first, where one is asked for; else the first of these, as all
-    requests being as long as the table allows would have it.
+def divisions(problem: DenseProblem, name: str, sparse_work: Callable[[Problem, Any], Work]) -> list[Division]:
+    """The division that takes the least time; where a division is forced, all, the least time first.
 
-    They may not be. So whole items are shares instead: the GPU then finds out by the lengths which items it cuts.
+    Times are those of requests that are as long as the block table allows. Others may be short, and whole items then
+    unequal. So shares take the place of whole items: on the GPU they are divided by the lengths.
 
     Args:
-        of_sparse: the work of a division over index lists.
+        name: of the kernel.
+        sparse_work: its `work` over index lists.
     """
-    of = as_sparse(problem, name)
-    heads = portable.block_heads(of.heads)
+    sparse = as_sparse(problem, name)
+    heads = portable.block_heads(sparse.heads)
     if problem.batch_invariant and not problem.num_splits:
         return [Clusters(heads, INVARIANT_SPLITS, 1)]
-    found = sorted(portable.candidates(of), key=lambda way: times.microseconds(of.gpu, name, of_sparse(of, way)))
+
+    def us(division: Division) -> float:
+        return times.microseconds(sparse.gpu, name, sparse_work(sparse, division))
+
+    found = sorted(portable.candidates(sparse), key=us)
     if problem.division:
         return found
     if problem.num_splits:
         return found[:1]
-    if of.items(heads) * problem.rows > MOST_ROWS:
+    if sparse.items(heads) * problem.rows > MOST_ROWS:
         return [Whole(heads)]
     return [Shares(heads)] if isinstance(found[0], Whole) else found[:1]

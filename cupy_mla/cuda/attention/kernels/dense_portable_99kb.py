@@ -19,12 +19,12 @@ def serves(problem: DenseProblem) -> bool:
 
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
-    """The one that is to take the least time, or all of which one is asked for."""
+    """See `dense_portable.divisions`."""
     yield from dense_portable.divisions(problem, "portable_99kb", portable_99kb.work)
 
 
 def fits(problem: DenseProblem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     return dense_portable.fits(problem, division)
 
 
@@ -35,4 +35,4 @@ def work(problem: DenseProblem, division: Any) -> Work:
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch."""
-    return dense_portable.launched(problem, division, params, "portable_99kb", portable.SMALL)
+    return dense_portable.program(problem, division, params, "portable_99kb", portable.SMALL)

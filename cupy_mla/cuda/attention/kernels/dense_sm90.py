@@ -18,7 +18,7 @@ from . import bf16_sm90, dense_combine
 from .dense_cluster_sm90 import LAYOUTS
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
-UNEVEN_ITEM_COST = 8  # what an item costs beside its rows, in eighths of a pair of tiles
+UNEVEN_ITEM_COST = 8  # what an item costs beside its pairs, in eighths of a pair of tiles
 
 
 @cache
@@ -40,21 +40,21 @@ def serves(problem: DenseProblem) -> bool:
 
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
-    """Equal shares of all rows, or of each item's."""
+    """Equal shares of all rows, or equal splits of each item."""
     yield from dense_combine.candidates(problem, LINES)
 
 
 def fits(problem: DenseProblem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     return division.heads == LINES and dense_combine.fits(division)
 
 
 def work(problem: DenseProblem, division: Any) -> Work:
-    """What takes time in a division, see `dense_combine.counted`."""
+    """The work of a division, see `dense_combine.counted`."""
     return (dense_combine.kind_of(division),), *dense_combine.counted(problem, division)
 
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
-    """The launch, a share a CTA, and that which merges items that are cut."""
-    of, merge = kernel(problem.layout), dense_combine.kernel(half=problem.layout.half)
-    return dense_combine.in_shares(of, merge, problem, params, division, plan)
+    """The launch, a share a CTA, and the merge of items that are cut."""
+    merge = dense_combine.kernel(half=problem.layout.half)
+    return dense_combine.in_shares(kernel(problem.layout), merge, problem, params, division, plan)

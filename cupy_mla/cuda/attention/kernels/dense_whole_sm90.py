@@ -19,7 +19,7 @@ from .dense_cluster_sm90 import LAYOUTS
 from .work import whole
 
 LINES = bf16_cluster_sm90.HEADS  # of a work item: query tokens times heads
-MOST_PAIRS = 16  # of tiles: a longer request might be alone among short ones
+MOST_PAIRS = 16  # pairs of tiles of a whole request; see `dense_cluster_sm90.MOST_PAIRS`
 
 
 @cache
@@ -45,8 +45,9 @@ def serves(problem: DenseProblem) -> bool:
 
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
-    """Whole items, of few rows each: of 64 lines, and of fewer where a request has no more or there are SMs for all."""
-    if problem.pairs > MOST_PAIRS and not (problem.asks or problem.num_splits):
+    """Whole requests of few rows. Items have 64 lines, or fewer where a request has no more or all items run at a
+    time."""
+    if problem.pairs > MOST_PAIRS and not (problem.forced or problem.num_splits):
         return
     for lines in LINES:
         padded = problem.lines <= lines // 2 and lines > min(LINES)
@@ -56,12 +57,12 @@ def candidates(problem: DenseProblem) -> Iterator[Division]:
 
 
 def fits(problem: DenseProblem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     return division.heads in LINES and bool(division == Whole(division.heads))
 
 
 def work(problem: DenseProblem, division: Any) -> Work:
-    """What takes time in a division, see `work.py`."""
+    """The work of a division, see `work.py`."""
     lines = division.heads
     return (lines,), *whole(problem, problem.items(lines), problem.pairs, problem.lines > lines)
 

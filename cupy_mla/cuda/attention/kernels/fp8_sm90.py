@@ -47,26 +47,28 @@ from ..problem import TILE_ROWS, Problem
 from ..times import Work
 from .work import fitting, in_rounds, rounds_of, shares, split, whole
 
-# That the kernel can read, and the pipeline over rows of a block table.
+# The kernel reads all LAYOUTS, `dense_fp8_sm90` those of FP8.
 LAYOUTS_OF_FP8 = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512, V32_NOPE_FP8, V41_FP8, V41_FP8_SPLIT)
 LAYOUTS = (*LAYOUTS_OF_FP8, V32_NVFP4, V4_NVFP4)
 HEADS = (16, 32, 64)  # heads a CTA is built for
-TIMED_HEADS, OF_FEWER = 32, 0.9  # fewer take so much of the time of so many (an H200, 0.86 to 0.92)
+# CTAs of 16 heads have no times of their own: they take 0.9 of the time of 32 heads (0.86 to 0.92 on an H200).
+TIMED_HEADS, OF_FEWER = 32, 0.9
 DENSE_LINES = HEADS[1:]  # of a work item over rows of a block table
-RING = {16: 4, 32: 4, 64: 3}  # stages, a tile each; kernels_cu/attention/fp8_sm90.cu
-UNEVEN_ITEM_COST = 8  # of lists that are not equally long, in eighths of a pair of tiles
-LEAST_SPLIT = 2  # pairs of tiles, in shares
-INVARIANT_ROWS = 704  # of a split of a batch-invariant call; a CTA can take a query's splits in turn
+RING = {16: 4, 32: 4, 64: 3}  # stages of a tile each, by heads of a CTA; kernels_cu/attention/fp8_sm90.cu
+UNEVEN_ITEM_COST = 8  # what an item of unequal lists costs beside its pairs, in eighths of a pair of tiles
+LEAST_SPLIT = 2  # pairs of tiles of a split in shares
+INVARIANT_ROWS = 704  # of a split of a batch-invariant call; large batches take them as `Segments`
 
-WHOLE, CLUSTERS, SHARES, SEGMENTS, TEAMS = DIVISIONS = 0, 1, 2, 3, 4  # how work is divided over CTAs, see the kernel
-PLAIN_DIVISIONS = WHOLE, CLUSTERS, SHARES  # of rows with a scale of the call
-# Layouts without times of their own, and those whose times they have, until records of them are fitted.
+# Numbers of divisions in kernels_cu/attention/division/division.cuh.
+WHOLE, CLUSTERS, SHARES, SEGMENTS, TEAMS = DIVISIONS = 0, 1, 2, 3, 4
+PLAIN_DIVISIONS = WHOLE, CLUSTERS, SHARES  # of rows with one scale for the whole call
+# Layouts without times of their own, and the layouts whose times they have.
 TIMED_AS = {
     PLAIN_FP8_576: V32_FP8, PLAIN_FP8_512: V4_FP8, V32_NOPE_FP8: V32_FP8, V41_FP8: V4_FP8, V41_FP8_SPLIT: V4_FP8,
     V32_NVFP4: V32_FP8, V4_NVFP4: V4_FP8,
 }  # fmt: skip
-MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
-# Bytes that a thread may spill, by division and layout: addresses, one or two of a tile.
+MOST_SPLITS = 256  # of a work item in shares: a CTA merges no more partial results
+# Bytes that a thread may spill, by layout and division. They are addresses, one or two of a tile.
 SPILL_BYTES = {SEGMENTS: 20}
 SPILL_BYTES_OF = {
     V32_FP8: {**SPILL_BYTES, TEAMS: 4}, V32_NOPE_FP8: {**SPILL_BYTES, TEAMS: 8, CLUSTERS: 4},
@@ -81,10 +83,10 @@ def defines(
     """The constants that the pipeline is compiled with.
 
     Args:
-        lines: of a work item.
-        division: of `kernels_cu/attention/division/division.cuh`.
+        lines: of a work item; over index lists its heads.
+        division: its number.
         dense: rows come from a block table.
-        extra: the layout of extra caches, where it is another.
+        extra: the layout of extra caches where it differs from `layout`.
     """
     return {
         **layout.defines_beside(extra), "D_V": D_V, "HEADS": lines, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
@@ -98,7 +100,7 @@ def kernel(layout: Layout, heads: int, division: int, extra: Layout | None) -> K
     """The kernel for one cache layout, heads of a CTA, and one of `DIVISIONS`.
 
     Args:
-        extra: the layout of extra caches, where it is another; else None.
+        extra: the layout of extra caches where it differs from `layout`; else None.
     """
     spills = SPILL_BYTES_OF.get(extra or layout, SPILL_BYTES)
     made = defines(layout, heads, division, extra=extra)
@@ -110,7 +112,7 @@ def kernel(layout: Layout, heads: int, division: int, extra: Layout | None) -> K
 
 @cache
 def cluster_kernel() -> Kernel:
-    """The variant that is asked how many clusters run at a time; a CTA of every variant takes a whole SM."""
+    """The variant that `Gpu.clusters_at_once` is asked about. A CTA of every variant takes a whole SM."""
     return kernel(V32_FP8, max(HEADS), CLUSTERS, None)
 
 
@@ -128,32 +130,32 @@ def serves(problem: Problem) -> bool:
     return problem.on_hopper and problem.layout in LAYOUTS and not problem.prefill
 
 
-def widths(heads: int) -> tuple[int, ...]:
-    """Heads of a CTA that are worth a look for a query with so many."""
+def cta_heads(heads: int) -> tuple[int, ...]:
+    """The numbers of heads of a CTA that may be the fastest for a query with so many heads."""
     return HEADS[:1] if heads <= 16 else HEADS[1:2] if heads <= 32 else HEADS[1:]
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Whole items, shares, clusters and teams; the splits that are asked for in clusters or in turn."""
-    asked, every, plain = problem.splits(INVARIANT_ROWS), problem.division, problem.layout.scale_of_call
+    """Whole items, shares, clusters and teams. Prescribed splits: clusters and segments, or shares if they are many."""
+    asked, forced, plain = problem.splits(INVARIANT_ROWS), problem.division, problem.layout.scale_of_call
     at_once = problem.gpu.clusters_at_once(cluster_kernel())
-    for heads in HEADS if every else widths(problem.heads):
+    for heads in HEADS if forced else cta_heads(problem.heads):
         items = problem.items(heads)
         if asked > MAX_CLUSTER:
             yield Shares(heads, splits=min(asked, MOST_SPLITS))
-        elif asked > 1 or every:
+        elif asked > 1 or forced:
             yield Clusters(heads, asked or 2, asked or 2)
             if not plain:
                 yield Segments(heads, asked or 2)
         if asked <= 1:
             yield Whole(heads)
-        if asked and not every:
+        if asked and not forced:
             continue
         yield Shares(heads)
-        if not plain and (every or (problem.uneven and items <= problem.gpu.sms)):
+        if not plain and (forced or (problem.uneven and items <= problem.gpu.sms)):
             yield Teams(heads, asked)
         if problem.tiles <= 2 or asked:
-            continue  # of so few tiles a merge takes longer
+            continue  # a merge takes longer than so few tiles
         for n in fitting(problem, items, problem.tiles, at_once):
             yield Clusters(heads, n, n)
         if not problem.uneven and not plain:
@@ -163,7 +165,7 @@ def candidates(problem: Problem) -> Iterator[Division]:
 
 
 def fits(problem: Problem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     if problem.layout.scale_of_call and isinstance(division, Segments | Teams):
         return False
     if isinstance(division, Whole):
@@ -177,7 +179,7 @@ def fits(problem: Problem, division: Any) -> bool:
 
 
 def work(problem: Problem, division: Any) -> Work:
-    """What takes time in a division, see `work.py`."""
+    """The work of a division, see `work.py`."""
     heads, sms, tiles = division.heads, problem.gpu.sms, problem.tiles
     items, shared = problem.items(heads), problem.heads > heads
     kind = "whole"
@@ -186,22 +188,22 @@ def work(problem: Problem, division: Any) -> Work:
     elif isinstance(division, Shares) and not division.splits:
         kind = "shares"
         names, amounts = shares(problem, items, shared)
-    elif isinstance(division, Segments):  # each split takes as long as an item does
+    elif isinstance(division, Segments):  # each split is an item to the CTA
         pairs = -(-tiles // division.splits) / 2 * division.splits
         names, (launch, rounds, *more) = whole(problem, items, pairs, shared)
         amounts = launch, rounds * division.splits, *more
     else:
-        kind = "teams" if isinstance(division, Teams) else "clusters"  # shares of each item are alike
+        kind = "teams" if isinstance(division, Teams) else "clusters"  # equal splits in `Shares` take as long as these
         splits = division.splits
-        if not splits:  # half of the lists are short: CTAs that serve one item have half a split to spare
+        if not splits:  # by length: half of the lists are short, so a full one has nearly twice the CTAs of the mean
             splits = min(max(2 * sms / items - 1, 1.0), MAX_CLUSTER)
-            each = min(tiles, tiles / splits + 0.5)
-        elif problem.uneven:  # few lists are so long that a split has the tiles of the longest, rounded up
-            each = max(1.0, tiles / splits)
+            split_tiles = min(tiles, tiles / splits + 0.5)
+        elif problem.uneven:  # few lists are full, so rounding up the tiles of a split hardly matters
+            split_tiles = max(1.0, tiles / splits)
         else:
-            each = -(-tiles // splits)
-        names, amounts = split(problem, int(items * splits), splits, each / 2, shared)
-        names, amounts = (*names, "splits longer than the ring"), (*amounts, each > RING[heads])
+            split_tiles = -(-tiles // splits)
+        names, amounts = split(problem, int(items * splits), splits, split_tiles / 2, shared)
+        names, amounts = (*names, "splits longer than the ring"), (*amounts, split_tiles > RING[heads])
         clustered = isinstance(division, Clusters)
         rounds = rounds_of(items, problem.gpu.clusters_at_once(cluster_kernel())[splits - 1] if clustered else sms)
         amounts = in_rounds(amounts, rounds)
@@ -212,7 +214,7 @@ def work(problem: Problem, division: Any) -> Work:
 
 
 def same_bits(division: Division) -> Iterator[Division]:
-    """Divisions that give the same bits."""
+    """The divisions that give the same bits as one, itself among them."""
     if isinstance(division, Clusters | Segments):
         yield Clusters(division.heads, division.splits, division.splits)
         yield Segments(division.heads, division.splits)
@@ -221,61 +223,68 @@ def same_bits(division: Division) -> Iterator[Division]:
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
-    """The launch: a cluster a query and head tile, or so many CTAs among which the work is divided."""
-    heads, each = division.heads, division.heads * HALF_PARTIAL_BYTES
+    """The launch: a cluster for each work item, or CTAs among which the work is divided."""
+    heads, cta_bytes = division.heads, division.heads * HALF_PARTIAL_BYTES
     fields: dict[str, Any]
     if isinstance(division, Clusters):
-        params = call.params.replaced(num_splits=division.num_splits, **division.memory(problem, each))
+        params = call.params.replaced(num_splits=division.num_splits, **division.memory(problem, cta_bytes))
         grid = (problem.items(heads) * division.cluster, 1, 1)
         variant_of_clusters = kernel(problem.layout, heads, CLUSTERS, problem.extra_layout)
         return [Launch(variant_of_clusters, grid, params, division.cluster)]
     if isinstance(division, Whole):
-        variant, ctas, fields = WHOLE, division.grid(problem), call.ended()
+        variant, ctas, fields = WHOLE, division.grid(problem), call.end_fields()
     elif isinstance(division, Shares):
         even = heads == max(HEADS) and not problem.uneven and not division.splits
         most = max(1, min(problem.gpu.sms, problem.items(heads) * problem.pairs // LEAST_SPLIT))
         cost = item_cost(problem.items(heads), problem.pairs, most) if even and division.item_cost < 0 else ITEM_COST
         division = division.filled(problem, problem.gpu.sms, LEAST_SPLIT, cost)
-        variant, ctas, fields = SHARES, division.ctas, division.fields(problem, each)
-        fields |= {} if division.splits else call.planned(problem, heads, ctas)
+        variant, ctas, fields = SHARES, division.ctas, division.fields(problem, cta_bytes)
+        fields |= {} if division.splits else call.plan_fields(problem, heads, ctas)
     else:
         variant = TEAMS if isinstance(division, Teams) else SEGMENTS
-        ctas, fields = division.grid(problem), division.memory(problem, each)
+        ctas, fields = division.grid(problem), division.memory(problem, cta_bytes)
     params = call.params.replaced(num_splits=division.num_splits, **fields)
     return [Launch(kernel(problem.layout, heads, variant, problem.extra_layout), (ctas, 1, 1), params)]
 
 
-# Of a share with 64 heads, in hundredths of the time of a pair of tiles, from clocks within the kernel: Q and first
-# rows of each item, results, and the partial results that it leaves and merges.
+# Times within a share of 64 heads, in hundredths of the time of a pair of tiles: Q and first rows of an item, its
+# results, a partial result that is left, and one that is merged. Clocks in the kernel measured them.
 SHARE_ITEM, SHARE_RESULTS, SHARE_LEFT, SHARE_MERGED = 96, 63, 56, 81
-# Item costs below this are tried. Where a share is less than an item, none above ITEM_COST: CTAs wait for each other's
-# partial results, which the times above leave out. SHARE_GAIN: the percent that another one than ITEM_COST must gain.
+# Item costs from 0 to SHARE_COSTS - 1 are tried. If there are fewer items than shares, none above ITEM_COST is: CTAs
+# then wait for partial results of others, which the times above leave out. An item cost replaces ITEM_COST if the
+# slowest share gains SHARE_GAIN percent by it.
 SHARE_COSTS, SHARE_GAIN = 21, 1
 
 
 @lru_cache(maxsize=1024)
 def item_cost(items: int, pairs: int, ctas: int) -> int:
-    """What an item is to cost beside its pairs, so that the slowest share takes the least time.
+    """The cost of an item beside its pairs with which the slowest share takes the least time.
 
-    Shares end at whole pairs. Which ones get a pair more changes with the cost of an item.
+    Shares end at whole pairs. The cost of an item decides which shares get one pair more than others.
 
     Args:
-        items: of 64 heads, each of so many pairs of tiles.
+        items: work items of 64 heads.
+        pairs: pairs of tiles of each.
         ctas: shares.
     """
     costs = np.arange(SHARE_COSTS if items >= ctas else ITEM_COST + 1)
     item, rest = even_shares(items, ctas)
     pair = nearest_pair(rest * (costs + PAIR_COST * pairs)[:, None] // ctas, costs[:, None])
-    whole, begin, end = _times_within(pairs)
+    whole, begin, end = _boundary_times(pairs)
     slowest = ((item[1:] - item[:-1]) * whole + end[pair[:, 1:]] - begin[pair[:, :-1]]).max(axis=1)
-    nearest = (slowest * SHARE_COSTS + abs(costs - ITEM_COST)).argmin()
+    nearest = (slowest * SHARE_COSTS + abs(costs - ITEM_COST)).argmin()  # of equal ones that nearest to ITEM_COST
     return int(nearest) if 100 * slowest[nearest] < (100 - SHARE_GAIN) * slowest[ITEM_COST] else ITEM_COST
 
 
 @lru_cache(maxsize=64)
-def _times_within(pairs: int) -> tuple[int, np.ndarray, np.ndarray]:
-    """The time of an item of so many pairs; what of it a share is spared that begins before each pair, and what a share
-    takes that ends there. Splits have LEAST_SPLIT pairs at least: nearer to its ends an item is not cut."""
+def _boundary_times(pairs: int) -> tuple[int, np.ndarray, np.ndarray]:
+    """Times of an item of so many pairs, by the pairs before a boundary in it. An item is not cut nearer than
+    LEAST_SPLIT pairs to its ends.
+
+    Returns:
+        the time of the whole item; the time of the item that the share which begins at the boundary is spared; the time
+        of the item that the share which ends there takes.
+    """
     pair, whole = np.arange(pairs + 1), 100 * pairs + SHARE_ITEM + SHARE_RESULTS
     ends = [pair < LEAST_SPLIT, pair > pairs - LEAST_SPLIT]
     begin = np.select(ends, [0, whole], 100 * pair - SHARE_MERGED)

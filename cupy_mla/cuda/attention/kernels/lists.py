@@ -12,18 +12,16 @@ from ...program import Buffer, Launch
 from ...structs import Packed
 from ..problem import Problem
 
-SEGMENT, RANGES = 2048, 32  # entries that a CTA sorts, and the number of ranges of the cache that it sorts them by
+SEGMENT, RANGES = 2048, 32  # entries that a CTA sorts, and ranges of the cache by which it sorts them
 
-# Orders queries.
 ORDER_KERNEL = Kernel("attention/order_queries.cu", structs.ATTENTION, {}, archs=("90a",), target="90a")
-# Sorts lists.
 SORT_KERNEL = Kernel(
     "attention/sort_lists.cu", structs.SORT, {"SEGMENT": SEGMENT, "RANGES": RANGES}, archs=("90a",), target="90a",
 )  # fmt: skip
 
 
 def longest_first(problem: Problem, params: Packed) -> tuple[Launch, Packed]:
-    """Order the queries, those with the longest lists first, by main.lengths of struct AttentionParams.
+    """Order the queries by `main.lengths` of `struct AttentionParams`, those with the longest lists first.
 
     Returns:
         the launch that does so, and the parameters with the order.
@@ -33,7 +31,7 @@ def longest_first(problem: Problem, params: Packed) -> tuple[Launch, Packed]:
 
 
 def sorted_by_place(problem: Problem, params: Packed, num_slots: int) -> tuple[Launch, Packed]:
-    """Copy the main lists, their entries sorted by the range of the cache they name.
+    """Copy the main lists with their entries sorted by the range of the cache that they name.
 
     Returns:
         the launch that does so, and the parameters with the copies.

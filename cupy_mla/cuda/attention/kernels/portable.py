@@ -19,24 +19,25 @@ from ..times import Work
 from . import bf16_sm90, combine, fp8_sm90
 from .work import Counted
 
-ON_HOPPER = {*bf16_sm90.LAYOUTS, *fp8_sm90.LAYOUTS}  # that other kernels read there
+ON_HOPPER = {*bf16_sm90.LAYOUTS, *fp8_sm90.LAYOUTS}  # the kernels for Hopper read these
 HEADS = (16, 32, 64)  # heads a CTA is built for
-SMALL, LARGE = 99, 163  # KB of shared memory that a CTA of each shape may have: sm_86, 89, 120, 121; sm_80, 90, 100
+# KB of shared memory of a CTA: SMALL fits all GPUs (sm_86, 89, 120 and 121 have no more), LARGE sm_80, 90 and 100.
+SMALL, LARGE = 99, 163
 STEP_ROWS = 32  # rows of a step, in which work is counted
-UNEVEN_ITEM_COST = 11  # of lists that are not equally long, in eighths of a pair of tiles
+UNEVEN_ITEM_COST = 11  # what an item of unequal lists costs beside its pairs, in eighths of a pair of tiles
 INVARIANT_ROWS = 512  # of a split of a batch-invariant call
-PLACES = 2  # for partial results of a CTA, where rows are divided evenly
-LEAST_SPLIT = 2  # pairs of tiles that a split has at least there
+PLACES = 2  # partial results that a CTA may leave in shares: at either end
+LEAST_SPLIT = 2  # pairs of tiles of a split in shares
 
 
 class Shape(NamedTuple):
-    """Rows of a tile, and slices of Q that a warp holds in shared memory instead of registers."""
+    """The rows of a tile, and the slices of Q that a warp holds in shared memory instead of registers."""
 
     tile_rows: int
     q_in_shared: int
 
 
-# Of 64 heads: by kind of scales and width of the rows, and shared memory. FITS is for any other rows.
+# The shapes of 64 heads, by kind of scales, width of the rows and shared memory. FITS serves all other rows.
 SHAPES = {
     ("none", 576, SMALL): Shape(16, 4), ("none", 576, LARGE): Shape(32, 6),
     ("none", 512, SMALL): Shape(16, 4), ("none", 512, LARGE): Shape(32, 6),
@@ -49,7 +50,7 @@ SHAPES = {
     ("call", 512, SMALL): Shape(16, 4), ("call", 512, LARGE): Shape(32, 6),
 }  # fmt: skip
 FITS = Shape(16, 4)
-SPILL_BYTES = {("call", 576, LARGE): 16}  # that a thread may spill with 64 heads: on sm_100 four registers
+SPILL_BYTES = {("call", 576, LARGE): 16}  # of a thread with 64 heads: four registers on sm_100
 
 
 @cache
@@ -59,7 +60,7 @@ def block_heads(h_q: int) -> int:
 
 
 def shape(layout: Layout, heads: int, limit: int) -> Shape:
-    """Tile and Q of a kernel that has `limit` KB of shared memory."""
+    """The shape of a kernel that has `limit` KB of shared memory."""
     if heads == max(HEADS):
         return SHAPES.get((layout.scale_kind, layout.d_qk, limit), FITS)
     return Shape(32 if limit == LARGE else 16, 0)
@@ -67,8 +68,14 @@ def shape(layout: Layout, heads: int, limit: int) -> Shape:
 
 @cache
 def kernel(layout: Layout, heads: int, limit: int, dense: bool = False, extra: Layout | None = None) -> Kernel:
-    """The kernel for one cache layout, heads of a CTA, and KB of shared memory; over index lists, or `dense`: over rows
-    of a block table. `extra`: the layout of extra caches, where it is another."""
+    """The kernel for one cache layout.
+
+    Args:
+        heads: of a CTA.
+        limit: SMALL or LARGE.
+        dense: rows come from a block table, else from index lists.
+        extra: the layout of extra caches where it differs from `layout`.
+    """
     rows, q_in_shared = shape(layout, heads, limit)
     defines = {
         **layout.defines_beside(extra), "D_V": D_V, "HEADS": heads, "TILE_ROWS": rows, "Q_IN_SHARED": q_in_shared,
@@ -95,9 +102,9 @@ def serves(problem: Problem) -> bool:
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Whole items, partial results for `combine.cu`, and shares; not where kernels for Hopper can serve the call."""
+    """Whole items, splits that `combine.cu` merges, and shares. None where kernels for Hopper serve the call."""
     others = problem.layout in ON_HOPPER and not (problem.prefill and problem.layout.quantized)
-    if problem.on_hopper and others and not problem.asks:
+    if problem.on_hopper and others and not problem.forced:
         return
     heads, asked, sms = block_heads(problem.heads), problem.splits(INVARIANT_ROWS), problem.gpu.sms
     if asked <= 1:
@@ -114,7 +121,7 @@ def candidates(problem: Problem) -> Iterator[Division]:
 
 
 def fits(problem: Problem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     if isinstance(division, Whole):
         return division == Whole(division.heads) and division.heads in HEADS
     if isinstance(division, Clusters):
@@ -123,12 +130,12 @@ def fits(problem: Problem, division: Any) -> bool:
 
 
 def work(problem: Problem, division: Any) -> Work:
-    """What takes time in a division."""
+    """The work of a division."""
     return (LARGE, "KB"), *counted(problem, division)
 
 
 def counted(problem: Problem, division: Any) -> Counted:
-    """What takes time in a division, in the kernel's steps."""
+    """What takes time in a division, with rows counted in steps."""
     items, sms = problem.items(division.heads), problem.gpu.sms
     steps = max(1, ceil_div(problem.rows, STEP_ROWS))
     share, of_steps, of_items = items / sms, f"steps of {division.heads}", f"items of {division.heads}"
@@ -143,25 +150,26 @@ def counted(problem: Problem, division: Any) -> Counted:
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
-    """The launch: a CTA for each work item and split, or so many CTAs among which all rows are divided evenly."""
-    return merged(problem, division, call, LARGE)
+    """The launch, and the merge of its splits."""
+    return program(problem, division, call, LARGE)
 
 
-def merged(problem: Problem, division: Any, call: Call, limit: int) -> Program:
-    """The launch with so many KB of shared memory, and what merges its splits."""
-    of = kernel(problem.layout, division.heads, limit, extra=problem.extra_layout)
-    launch = launched(problem, division, call.params, of)
-    return [launch, combine.launch(problem, launch.params)] if division.num_splits > 1 else [launch]
+def program(problem: Problem, division: Any, call: Call, limit: int) -> Program:
+    """The launch with `limit` KB of shared memory, and the merge of its splits."""
+    attention = launch(
+        problem, division, call.params, kernel(problem.layout, division.heads, limit, extra=problem.extra_layout)
+    )
+    return [attention, combine.launch(problem, attention.params)] if division.num_splits > 1 else [attention]
 
 
-def launched(problem: Problem, division: Any, params: Packed, of: Kernel) -> Launch:
-    """The launch of a kernel of this module."""
+def launch(problem: Problem, division: Any, params: Packed, variant: Kernel) -> Launch:
+    """The launch of a kernel of this module: a CTA for each work item and split, or for each share."""
     heads, splits = division.heads, division.num_splits
     if isinstance(division, Shares):
         steps = ceil_div(problem.rows, STEP_ROWS) * LEAST_SPLIT
-        division = division.filled(problem, problem.gpu.sms, LEAST_SPLIT, parts=steps)
+        division = division.filled(problem, problem.gpu.sms, LEAST_SPLIT, pairs=steps)
         fields, grid = division.fields(problem, PLACES * heads * PARTIAL_BYTES), (division.ctas, 1, 1)
     else:
         fields = division.memory(problem, heads * PARTIAL_BYTES) if splits > 1 else {}
         grid = (problem.items(heads), splits, 1)
-    return Launch(of, grid, params.replaced(num_splits=splits, **fields))
+    return Launch(variant, grid, params.replaced(num_splits=splits, **fields))

@@ -19,21 +19,21 @@ def serves(problem: Problem) -> bool:
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Those of the other shape, where that does not fit the GPU."""
-    if problem.asks or not portable.serves(problem):
+    """Those of `portable`, where that does not serve the call."""
+    if problem.forced or not portable.serves(problem):
         yield from portable.candidates(problem)
 
 
 def fits(problem: Problem, division: Any) -> bool:
-    """Whether the kernel is built for a division of a kind that it has."""
+    """Whether the kernel is built for this division, whose kind is one of its candidates'."""
     return portable.fits(problem, division)
 
 
 def work(problem: Problem, division: Any) -> Work:
-    """What takes time in a division."""
+    """The work of a division."""
     return (portable.SMALL, "KB"), *portable.counted(problem, division)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch."""
-    return portable.merged(problem, division, call, portable.SMALL)
+    return portable.program(problem, division, call, portable.SMALL)

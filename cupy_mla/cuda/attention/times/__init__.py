@@ -1,12 +1,13 @@
-"""What work takes on a GPU, in microseconds: data that `benchmarks/fit_times.py` writes from the records.
+"""How long work takes on a GPU, in microseconds: data that `benchmarks/fit_times.py` writes from the records.
 
-A module is named as a part of the name of the GPU that it is for. It has
+There is a module for each GPU; its name is a part of the GPU's. It has
 
-    TIMES        by kernel and kind of work: what each amount takes (`kernels/work.py`)
-    EXCEPTIONS   by call: factors on the times of candidates that TIMES would choose though faster ones were measured
+    TIMES        by kernel and kind of work: what a unit of each amount of work takes (`kernels/work.py`)
+    EXCEPTIONS   by call: factors on the times of candidates that TIMES prefers to others that were measured to be
+        faster
 
-A GPU without a module has the times of `NEAREST`: it runs the portable kernel alone, or the kernels for Hopper, whose
-divisions compare on any GPU of that kind as on this one.
+A GPU without a module has the times of `NEAREST`. If it is of another generation, the portable kernels alone serve it.
+If it is a Hopper GPU, its candidates are taken to compare as on that one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from types import ModuleType
 from ...driver import Gpu
 from ..problem import Problem
 
-# What a kind of work is called, by words and numbers of which some are ""; names of amounts; and these.
+# A kind of work, whose non-empty words make its name; what takes time in it; and how much of each there is.
 Words = tuple[str | int, ...]
 Work = tuple[Words, tuple[str, ...], Sequence[float]]
 
@@ -30,8 +31,8 @@ NEAREST = "h200"
 
 
 @cache
-def of(gpu: Gpu) -> ModuleType:
-    """The module for a GPU."""
+def module_for(gpu: Gpu) -> ModuleType:
+    """The module with the times of a GPU."""
     names = [module.name for module in pkgutil.iter_modules(__path__)]
     name = next((name for name in names if name.upper() in gpu.name.upper()), NEAREST)
     return import_module(f"{__name__}.{name}")
@@ -50,13 +51,13 @@ def size_of(problem: Problem) -> Size:
 
 def exceptions(problem: Problem) -> dict[str, float]:
     """Factors on the times of candidates of a call, by their text."""
-    return of(problem.gpu).EXCEPTIONS.get(size_of(problem), {})
+    return module_for(problem.gpu).EXCEPTIONS.get(size_of(problem), {})
 
 
 @cache
-def each(gpu: Gpu, kernel: str, words: Words, names: tuple[str, ...]) -> tuple[float, ...]:
-    """What a unit of each of these amounts of work takes; 0 of one that takes no time."""
-    known = of(gpu).TIMES[kernel][text_of(words)]
+def unit_times(gpu: Gpu, kernel: str, words: Words, names: tuple[str, ...]) -> tuple[float, ...]:
+    """The time of a unit of each amount of work; 0 where none was fitted."""
+    known = module_for(gpu).TIMES[kernel][text_of(words)]
     return tuple(known.get(name, 0.0) for name in names)
 
 
@@ -66,6 +67,6 @@ def text_of(words: Words) -> str:
 
 
 def microseconds(gpu: Gpu, kernel: str, work: Work) -> float:
-    """How long work takes; inf where the GPU can never do it."""
+    """How long work takes; infinite where an amount of it is: the GPU cannot run it, or its time was never measured."""
     words, names, amounts = work
-    return inf if inf in amounts else sum(map(mul, each(gpu, kernel, words, names), amounts))
+    return inf if inf in amounts else sum(map(mul, unit_times(gpu, kernel, words, names), amounts))
