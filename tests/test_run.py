@@ -248,6 +248,7 @@ def gpu_check(path: Path, *arguments: str, **env: str) -> tuple[int, str, set[st
     return done.returncode, done.stdout, {*(path / "seen").read_text().splitlines()}
 
 
+@pytest.mark.long
 def test_workers_have_gpus_in_turn(tmp_path: Path) -> None:
     status, printed, seen = gpu_check(tmp_path, CUDA_VISIBLE_DEVICES="5,7", GOES_ON="1")
     assert printed.startswith("2 GPUs, 32 test workers; ")

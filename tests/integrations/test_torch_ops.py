@@ -60,7 +60,7 @@ def test_what_is_written_has_no_default():
     assert not [a for a in written if a.has_default_value()]
 
 
-@pytest.mark.long(sample=16)
+@pytest.mark.long(sample=8)
 @every_operation
 @ways
 def test_opcheck(kind, rng, name, given):

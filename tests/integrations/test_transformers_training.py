@@ -156,6 +156,7 @@ def same(got: Gradients, want: Gradients) -> bool:
     return got.keys() == want.keys() and all(torch.equal(got[n], g) for n, g in want.items())
 
 
+@pytest.mark.long(sample=4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients(name: str, dtype: str, device: str, rng: np.random.Generator) -> None:
@@ -291,6 +292,7 @@ def losses_of_eager(world: SimpleNamespace) -> tuple[dict[int, float], Gradients
     return {layer: loss.item() for layer, loss in losses.items()}, dict(zip(names, found, strict=True))
 
 
+@pytest.mark.long(sample=3)
 @pytest.mark.parametrize("rows", ["chosen", "all"])
 def test_indexers_learn(world: SimpleNamespace, rows: str) -> None:
     """From their own loss, times its coefficient; nothing else does. Over all rows that is the loss of the warm-up."""
