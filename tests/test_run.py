@@ -152,6 +152,7 @@ def test_a_failure_gives_status_1_and_no_peer_does_not(folder: Folder) -> None:
     assert commands[:2] == [["training", "--quick", "--only", "h 64"], ["accuracy", "status", "3"]]
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize(
     ("arguments", "out", "rewrites"),
     [(["training"], {}, True), (["training --quick"], {}, False), (["training", "--quick"], {}, False),

@@ -204,6 +204,7 @@ def check(got: list[np.ndarray], step: Step) -> None:
 
 
 @pytest.mark.long(sample=16)
+@pytest.mark.long(sample=10)
 @pytest.mark.parametrize(
     "model",
     [Model(), Model(heads=8, window=128, swa_block=32, block=64), Model(heads=1, window=1, swa_block=1, block=2),

@@ -183,7 +183,7 @@ def test_prefill_same_bits_every_time(kind, rng):
 # --- decode ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long(sample=32)
+@pytest.mark.long(sample=20)
 @every_format
 @pytest.mark.parametrize(
     ("b", "s_q", "h_q", "topk", "block_size"),

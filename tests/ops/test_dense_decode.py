@@ -34,7 +34,7 @@ every_view = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.long(sample=16)
+@pytest.mark.long(sample=12)
 @every_format
 @pytest.mark.parametrize("block_size", [1, 16, 48, 64, 128, 256])
 @pytest.mark.parametrize(("b", "s_q", "h_q"), [(1, 1, 1), (3, 1, 128), (2, 2, 64), (1, 5, 16), (2, 8, 33)])
@@ -62,7 +62,7 @@ def test_generated(kind, data):
     check_dense(kind, fmt, q, of, sink=sink, num_splits=draw(None, 1, 2, 5, 40), out_gaps=gaps)
 
 
-@pytest.mark.long(sample=18)
+@pytest.mark.long(sample=12)
 @every_format
 @every_view
 def test_queries_of_a_request_see_rows_of_their_own(kind, rng, fmt, sees):
