@@ -62,7 +62,7 @@ from cupy_mla.cuda.attention.kernels import (
 )
 from cupy_mla.cuda.attention.problem import Problem
 from cupy_mla.cuda.driver import MAX_CLUSTER
-from cupy_mla.cuda.paging import ceil_div
+from cupy_mla.cuda.paging import ceil_div, fitting
 
 LARGEST = {"decode": 264, "prefill": 330}  # query tokens of a small call
 TOKENS = 1 << 21  # of a cache
@@ -168,20 +168,18 @@ def ways(rng: random.Random, p: Problem) -> Iterator[Way]:
             yield from (("fp8_sm90", Clusters(heads, n, n)) for n in some(rng, found))
     if fp8_short_sm90.serves(p):
         yield from (("fp8_short_sm90", division) for division in some(rng, [*fp8_short_sm90.candidates(p)]))
-    if not quantized and (h <= 16 or items(32) <= sms):
-        most = bf16_few_heads_sm90.block_heads(h)
-        at_once = gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
-        for heads in (16, 32) if most == 32 else (most,):
+    if not quantized:
+        most, at_once = fitting(bf16_few_heads_sm90.HEADS, h), gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
+        tried = (16, 32) if most == 32 else (most,)
+        for heads in tried if h <= 16 or items(32) <= sms else ():
             yield "bf16_few_heads_sm90", Whole(heads)
             found = [n for n in split_numbers(tiles, sms) if items(heads) * n <= 2.1 * sms]
             for n in some(rng, found):
                 if largest_cluster(n) > 1 and fits(heads, n, at_once):
                     yield "bf16_few_heads_sm90", Clusters(heads, n, largest_cluster(n))
                 yield from [("bf16_few_heads_sm90", Clusters(heads, n, 1))] if rng.random() < 0.4 else []
-    if not quantized:
-        heads = bf16_few_heads_sm90.block_heads(h)
-        if items(heads) > sms:
-            yield "bf16_few_heads_sm90", Whole(heads, 2)
+        if items(most) > sms:
+            yield "bf16_few_heads_sm90", Whole(most, 2)
         yield from flat_ways(rng, p)
 
 
@@ -206,7 +204,7 @@ def flat_ways(rng: random.Random, p: Problem) -> Iterator[Way]:
 
 def portable_ways(rng: random.Random, p: Problem) -> Iterator[Way]:
     """Those of a shape of the kernel for all GPUs."""
-    heads, gpu, kernel = portable.block_heads(p.heads), p.gpu, p.kernel
+    heads, gpu, kernel = fitting(portable.HEADS, p.heads), p.gpu, p.kernel
     steps, work = ceil_div(p.rows, portable.STEP_ROWS), p.items(heads)
     yield kernel, Whole(heads)
     found = [n for n in split_numbers(steps, 2 * gpu.sms) if work * n <= 2.1 * gpu.sms]

@@ -16,7 +16,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import small_cases
-from run import visible_gpus
+from run import kill, visible_gpus
 
 FOUND = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 SANITIZER = os.environ.get("COMPUTE_SANITIZER", FOUND)
@@ -52,7 +51,7 @@ def check(name: str, gpu: str | None, tool: str, options: str, seconds: float, l
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
-            os.killpg(process.pid, signal.SIGKILL)  # what the tool has started, too
+            kill(process)
     summary = SUMMARY.search(file.read_text())
     clean = status == 0 and summary is not None and summary[1] == "0"
     if clean:

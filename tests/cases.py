@@ -232,9 +232,6 @@ class Output:
         after = self.kind.take(self.whole)[: expected.size]
         assert np.array_equal(after, expected), "memory between the rows of a result, or round it, was written"
 
-    def check_unwritten(self) -> None:
-        assert (self.kind.take(self.whole) == 0xFF).all(), "out was written"
-
 
 def check_result(kind: NumPy, array: Any, dtype: np.dtype) -> np.ndarray:
     """The result as NumPy, after checking that it is the caller's kind of array."""

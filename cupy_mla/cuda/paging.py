@@ -16,6 +16,12 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@lru_cache(maxsize=256)
+def fitting(sizes: tuple[int, ...], n: int) -> int:
+    """The smallest of ascending sizes that is at least n, or the largest."""
+    return next((size for size in sizes if n <= size), sizes[-1])
+
+
 def block_table(
     table: Array, block_size: int, first: int = 0, count: int | None = None, block_stride: int | None = None
 ) -> Packed:

@@ -17,7 +17,7 @@ from ..dtypes import BFLOAT16, FLOAT32, UINT8
 from ..dtypes import INT32 as INTEGERS
 from .driver import Gpu
 from .kernel import Kernel
-from .paging import ceil_div, pointer
+from .paging import ceil_div, fitting, pointer
 from .program import Buffer, Clear, Launch, Program, Step
 from .row_sums import Lists, RowSums, from_token, lists_kernel, ranges_kernel, rows_kernel
 from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
@@ -112,7 +112,7 @@ def attention_target(gpu: Gpu, a: Target) -> Program:
         _head_scores(a, width), lse=a.lse.ptr, sink=pointer(a.sink), out=a.out.ptr, lse_token=a.lse.strides[0],
         lse_head=a.lse.strides[1], sink_stride=0 if a.sink is None else a.sink.strides[0], out_token=a.out.strides[0],
     )  # fmt: skip
-    return [Launch(target_kernel(d_qk, _fitting(TARGET_HEADS, h_q)), (tokens, 1, 1), params)]
+    return [Launch(target_kernel(d_qk, fitting(TARGET_HEADS, h_q)), (tokens, 1, 1), params)]
 
 
 def dense_lse(gpu: Gpu, a: Target) -> Program:
@@ -123,7 +123,7 @@ def dense_lse(gpu: Gpu, a: Target) -> Program:
     params = LSE(
         _head_scores(a, a.kv.shape[0]), out=a.out.ptr, out_token=a.out.strides[0], out_head=a.out.strides[1]
     )  # fmt: skip
-    heads = _fitting(TARGET_HEADS, h_q)
+    heads = fitting(TARGET_HEADS, h_q)
     return [Launch(lse_kernel(d_qk, heads), (tokens, ceil_div(h_q, heads), 1), params)]
 
 
@@ -148,7 +148,7 @@ def _entries(a: Target | IndexerLoss, width: int) -> dict[str, object]:
 def indexer_loss(gpu: Gpu, a: IndexerLoss) -> Program:
     """Twin of `reference.training.indexer_loss`."""
     (tokens, heads, _), topk, keys = a.q_index.shape, a.target.shape[1], a.k_index.shape[0]
-    kernel, padded = _fitting(LOSS_HEADS, heads), ceil_div(topk, TILE_KEYS) * TILE_KEYS
+    kernel, padded = fitting(LOSS_HEADS, heads), ceil_div(topk, TILE_KEYS) * TILE_KEYS
     divergences = Buffer("divergences", shape=(tokens,), dtype=FLOAT32)
     number = Buffer("tokens that count", shape=(1,), dtype=INTEGERS)
     lists = Lists(tokens, keys, RANGE_KEYS, True, a.indices, a.length, a.starts, a.ends, a.counted)
@@ -248,8 +248,3 @@ def _params(a: IndexerLoss, sums: RowSums, first: int, padded: int, memory: Mapp
         wide=int(a.gradients and dq.dtype == FLOAT32),
         aligned_dq=int(a.gradients and dq.aligned(2 * dq.dtype.itemsize)), **memory,
     )  # fmt: skip
-
-
-def _fitting(sizes: tuple[int, ...], heads: int) -> int:
-    """The smallest size that holds so many heads, or the largest."""
-    return next((size for size in sizes if heads <= size), sizes[-1])

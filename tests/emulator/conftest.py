@@ -18,10 +18,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a kernel are `long`, of each file a plain run has a few; those of the emulator itself all run. All need
     the compiler."""
     for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(needs_compiler)
-        here = item.path.parent == Path(__file__).parent and item.path.name != "test_machine.py"
-        if here and not item.get_closest_marker("long"):
+        if item.path.parent != Path(__file__).parent:
+            continue
+        item.add_marker(needs_compiler)
+        if item.path.name != "test_machine.py" and not item.get_closest_marker("long"):
             item.add_marker(pytest.mark.long(part=1))
 
 

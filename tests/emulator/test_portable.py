@@ -8,6 +8,7 @@ import pytest
 
 from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.attention.kernels import portable
+from cupy_mla.cuda.paging import fitting
 
 from .. import oracle
 from ..cases import check_decode, check_prefill, paged, prefill_inputs, queries, sinks
@@ -32,13 +33,13 @@ def empty(rng: np.random.Generator, where: str, indices: np.ndarray, rows: int) 
 
 def mmas_of_tile(h_q: int, d_qk: int, rows: int) -> int:
     """S and O of a tile and all heads of a query."""
-    heads = portable.block_heads(h_q)
+    heads = fitting(portable.HEADS, h_q)
     return -(-h_q // heads) * (heads // 16) * (rows // 8 * d_qk // 16 + rows // 16 * 512 // 8)
 
 
 def mmas_of_lost(h_q: int, rows: int) -> int:
     """Of a split with one tile, V32_FP8: O a second time."""
-    heads = portable.block_heads(h_q)
+    heads = fitting(portable.HEADS, h_q)
     return -(-h_q // heads) * (heads // 16) * (rows // 16 * 512 // 8)
 
 

@@ -13,6 +13,7 @@ from ....layouts import D_V, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
+from ...paging import fitting
 from ...program import Launch, Program
 from ..call import Call
 from ..divide import PARTIAL_BYTES, Clusters, Division, Whole, largest_cluster, split_numbers
@@ -20,24 +21,18 @@ from ..problem import TILE_ROWS, Problem
 from ..times import Work
 from . import bf16_cluster_sm90, bf16_sm90, combine
 from .lists import longest_first
-from .work import Counted, rounds_of, whole
+from .work import Counted, own_and_shared, rounds_of, whole
 
 CONSUMERS = 2  # consumer warpgroups of a CTA
 HEADS = (8, 16, 32)  # heads a CTA is built for
 INVARIANT_ROWS = 512  # of a split of a batch-invariant call
-# What takes time in whole items and splits: where no CTAs read the same rows, and where those of a query's heads do.
-AMOUNTS = tuple(
+# What takes time in whole items and splits.
+AMOUNTS = own_and_shared(
     (
-        "launch", "items", "tiles", "rounds", "mean", f"{shared}mean tiles", "load", f"{shared}tiles at load",
-        "merges", "combine", "results",
-    ) for shared in ("", "shared ")
+        "launch", "items", "tiles", "rounds", "mean", "mean tiles", "load", "tiles at load", "merges", "combine",
+        "results",
+    ), "mean tiles", "tiles at load",
 )  # fmt: skip
-
-
-@cache
-def block_heads(h_q: int) -> int:
-    """Heads of a CTA, for a call with `h_q` heads."""
-    return next((heads for heads in HEADS if h_q <= heads), max(HEADS))
 
 
 @cache
@@ -70,9 +65,9 @@ def candidates(problem: Problem) -> Iterator[Division]:
     """Whole items, splits in clusters, splits that `combine.cu` merges, and two queries a CTA where items fill the GPU.
 
     With more than 16 heads over flat rows only whole items that do not fill the GPU: otherwise other kernels are
-        faster.
+    faster.
     """
-    heads, fixed = block_heads(problem.heads), problem.fixed_kernel
+    heads, fixed = fitting(HEADS, problem.heads), problem.fixed_kernel
     many = problem.items(heads) > problem.gpu.sms
     if problem.flat and problem.heads > 16 and not (problem.forced or problem.num_splits or fixed):
         if not many:

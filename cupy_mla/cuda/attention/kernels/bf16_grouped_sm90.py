@@ -15,14 +15,13 @@ from ....dtypes import INT32
 from ....layouts import Layout
 from ... import structs
 from ...kernel import Kernel
-from ...paging import ceil_div, pointer
+from ...paging import ceil_div, fitting, pointer
 from ...program import Buffer, Launch, Program
 from ..call import SOME_DONE, Call
 from ..divide import Division, Whole
 from ..problem import Problem
 from ..times import Work
 from . import bf16_few_heads_sm90, bf16_sm90
-from .bf16_few_heads_sm90 import block_heads
 from .lists import sorted_by_place
 from .work import shares
 
@@ -151,6 +150,6 @@ def _rest(problem: Problem, call: Call) -> Program:
     """The launches for the queries that are left."""
     if problem.heads > REST_FEW_HEADS:
         return bf16_sm90.launches(problem, Whole(bf16_sm90.HEADS), call)
-    heads = block_heads(problem.heads)
+    heads = fitting(bf16_few_heads_sm90.HEADS, problem.heads)
     two = problem.items(heads) > problem.gpu.sms
     return bf16_few_heads_sm90.launches(problem, Whole(heads, queries=1 + two), call)

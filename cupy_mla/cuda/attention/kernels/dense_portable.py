@@ -9,6 +9,7 @@ from typing import Any
 from ....layouts import DENSE_LAYOUTS
 from ... import structs
 from ...kernel import Kernel
+from ...paging import fitting
 from ...program import Plan, Program
 from ...structs import Packed
 from .. import times
@@ -91,7 +92,7 @@ def divisions(problem: DenseProblem, name: str, sparse_work: Callable[[Problem, 
         sparse_work: its `work` over index lists.
     """
     sparse = as_sparse(problem, name)
-    heads = portable.block_heads(sparse.heads)
+    heads = fitting(portable.HEADS, sparse.heads)
     if problem.batch_invariant and not problem.num_splits:
         return [Clusters(heads, INVARIANT_SPLITS, 1)]
 

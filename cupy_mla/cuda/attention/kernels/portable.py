@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ....layouts import ATTENTION_LAYOUTS, D_V, EXTRA_OF, Layout
 from ... import structs
 from ...kernel import PORTABLE, Kernel
-from ...paging import ceil_div
+from ...paging import ceil_div, fitting
 from ...program import Launch, Program
 from ...structs import Packed
 from ..call import Call
@@ -51,12 +51,6 @@ SHAPES = {
 }  # fmt: skip
 FITS = Shape(16, 4)
 SPILL_BYTES = {("call", 576, LARGE): 16}  # of a thread with 64 heads: four registers on sm_100
-
-
-@cache
-def block_heads(h_q: int) -> int:
-    """Heads of a CTA, for a call with `h_q` heads."""
-    return next((heads for heads in HEADS if h_q <= heads), max(HEADS))
 
 
 def shape(layout: Layout, heads: int, limit: int) -> Shape:
@@ -106,7 +100,7 @@ def candidates(problem: Problem) -> Iterator[Division]:
     others = problem.layout in ON_HOPPER and not (problem.prefill and problem.layout.quantized)
     if problem.on_hopper and others and not problem.forced:
         return
-    heads, asked, sms = block_heads(problem.heads), problem.splits(INVARIANT_ROWS), problem.gpu.sms
+    heads, asked, sms = fitting(HEADS, problem.heads), problem.splits(INVARIANT_ROWS), problem.gpu.sms
     if asked <= 1:
         yield Whole(heads)
     if asked > 1:

@@ -19,17 +19,17 @@ Amounts = tuple[float, ...]
 Counted = tuple[tuple[str, ...], Amounts]  # what takes time, and how much of it there is
 
 
-def _own_and_shared(names: tuple[str, ...], reads: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of amounts: where each CTA reads rows of its own, and where several read the same rows. `reads` is the
-    amount that takes another time there."""
-    return names, tuple(f"shared {name}" if name == reads else name for name in names)
+def own_and_shared(names: tuple[str, ...], *reads: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of amounts: where each CTA reads rows of its own, and where several read the same rows. `reads` are the
+    amounts that take another time there."""
+    return names, tuple(f"shared {name}" if name in reads else name for name in names)
 
 
-WHOLE = _own_and_shared(
+WHOLE = own_and_shared(
     ("launch", "items", "pairs", "pairs of later rounds", "mean pairs", "load", "pairs at load"), "pairs at load"
 )
-SPLIT = _own_and_shared(("launch", "splits", "pairs", "load", "pairs at load"), "pairs at load")
-SHARES = _own_and_shared(("launch", "items", "pairs", "partial results"), "pairs")
+SPLIT = own_and_shared(("launch", "splits", "pairs", "load", "pairs at load"), "pairs at load")
+SHARES = own_and_shared(("launch", "items", "pairs", "partial results"), "pairs")
 
 
 def rounds_of(ctas: int, at_once: int) -> float:
