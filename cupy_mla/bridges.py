@@ -163,6 +163,11 @@ class Library(ABC):
         """A context in which a GPU is the current device."""
         raise self._no_gpu()
 
+    def device_reader(self) -> Callable[[], int]:
+        """A function that returns the number of the GPU on which the library now makes arrays. torch's may be another
+        than CUDA's current one: torch does not go back to a GPU that it has not used yet."""
+        raise self._no_gpu()
+
     def stream_reader(self, device: int) -> Callable[[], int]:
         """A function that returns the handle of the caller's current stream of a GPU."""
         raise self._no_gpu()
@@ -279,6 +284,9 @@ class CuPyLibrary(Library):
 
     def to_device(self, device: int) -> AbstractContextManager[Any]:
         return sys.modules["cupy"].cuda.Device(device)
+
+    def device_reader(self) -> Callable[[], int]:
+        return sys.modules["cupy"].cuda.runtime.getDevice
 
     def stream_reader(self, device: int) -> Callable[[], int]:
         current = sys.modules["cupy"].cuda.get_current_stream
@@ -426,6 +434,9 @@ class TorchLibrary(Library):
 
     def to_device(self, device: int) -> AbstractContextManager[Any]:
         return sys.modules["torch"].cuda.device(device)
+
+    def device_reader(self) -> Callable[[], int]:
+        return private.torch_device_reader()
 
     def stream_reader(self, device: int) -> Callable[[], int]:
         return _torch_stream_reader(device)

@@ -66,6 +66,12 @@ def public_torch_stream_reader(device: int) -> Callable[[], int]:
     return lambda: current(device).cuda_stream
 
 
+def torch_device_reader() -> Callable[[], int]:
+    """A function that returns the number of torch's current GPU."""
+    torch = sys.modules["torch"]
+    return getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
 def torch_guards(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     """A function that tells whether other tensors have the classes, dtypes, devices, shapes, strides and
     `requires_grad` of these.

@@ -100,6 +100,7 @@ class FakeGPU:
         monkeypatch.setattr(Kernel, "load", load)
         for library in (TorchLibrary, CuPyLibrary):
             monkeypatch.setattr(library, "to_device", lambda library, device: nullcontext())
+            monkeypatch.setattr(library, "device_reader", lambda library: runtime.getDevice)
             monkeypatch.setattr(library, "stream_reader", lambda library, device: lambda: self.stream)
         monkeypatch.setattr(Place, "is_capturing", lambda place: self.capturing)
         monkeypatch.setattr("cupy_mla.checks.values.to_numpy", _read)

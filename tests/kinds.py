@@ -103,6 +103,10 @@ class CuPy(NumPy):
         """The context in which a GPU is the current one."""
         return self.cupy.cuda.Device(device)
 
+    def current(self) -> int:
+        """The number of the current GPU."""
+        return self.cupy.cuda.runtime.getDevice()
+
     def synchronize(self) -> None:
         """Wait for all work on the device."""
         self.cupy.cuda.Device().synchronize()
@@ -152,6 +156,9 @@ class TorchCUDA(Torch):
 
     def on(self, device: int) -> Any:
         return self.torch.cuda.device(device)
+
+    def current(self) -> int:
+        return self.torch.cuda.current_device()
 
     def synchronize(self) -> None:
         self.torch.cuda.synchronize()

@@ -68,10 +68,12 @@ def torch():
 
 def test_without_torchs_private_names_the_public_ones_are_taken(monkeypatch):
     made = []
-    cuda = SimpleNamespace(current_stream=lambda device: SimpleNamespace(cuda_stream=100 + device))
+    stream_of = lambda device: SimpleNamespace(cuda_stream=100 + device)  # noqa: E731
+    cuda = SimpleNamespace(current_stream=stream_of, current_device=lambda: 5)
     empty_strided = lambda *arguments, **more: made.append((arguments, more)) or "tensor"  # noqa: E731
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(_C=object(), cuda=cuda, empty_strided=empty_strided))
     assert private.torch_stream_reader(3)() == 103
+    assert private.torch_device_reader()() == 5
     assert private.torch_empty()((2, 3), (3, 1), "dtype") == "tensor"
     assert made == [(((2, 3), (3, 1)), {"dtype": "dtype", "device": "cuda"})]
 
@@ -138,6 +140,7 @@ def test_this_torch_has_the_private_names(torch):
     if torch.version.cuda is None:
         pytest.skip("this torch has no CUDA")
     assert private.torch_empty() is not private.public_torch_empty
+    assert private.torch_device_reader() is not torch.cuda.current_device
     assert hasattr(torch._C, "_cuda_getCurrentRawStream")
 
 

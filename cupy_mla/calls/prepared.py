@@ -242,6 +242,7 @@ class Prepared:
     def __init__(self, place: CallPlace, given: Sequence[int], values: Sequence[Any], result: Any) -> None:
         self.device: int = place.device
         self._library = place.library
+        self._device = self._library.device_reader()
         self._stream = self._library.stream_reader(self.device)
         # Whether a stream is being captured. That is asked only for programs to which it makes a difference.
         self._is_capturing: Callable[[int], bool] = _never
@@ -349,7 +350,7 @@ class Prepared:
         Raises:
             ValueError: an array that is written overlaps another one.
         """
-        if driver.THREAD.current_device() != self.device:
+        if not driver.THREAD.current_device() == self._device() == self.device:
             with self._library.to_device(self.device):
                 return self.run(arrays, addresses, values)
         for (written, start, end, name), may_be, others in self._overlap_checks:

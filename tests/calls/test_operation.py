@@ -515,32 +515,31 @@ def test_threads_make_calls_of_their_own(gpu):
 
 
 def test_the_arrays_gpu_is_the_current_one_while_a_call_runs(gpu, monkeypatch):
-    """Whichever was current before, at first calls and at known ones; results are there, too."""
-    current = [0]
+    """Whichever was CUDA's and torch's before, at first calls and at known ones; results are there, too."""
+    current = [0, 0]
     entered: list[int] = []
 
     @contextmanager
     def to_device(library: Any, device: int) -> Iterator[None]:
-        before, current[0] = current[0], device
+        before, current[:] = current[:], (device, device)
         entered.append(device)
         yield
-        current[0] = before
+        current[:] = before
 
     monkeypatch.setattr(driver.runtime(), "getDevice", lambda: current[0])
+    monkeypatch.setattr(TorchLibrary, "device_reader", lambda library: lambda: current[1])
     monkeypatch.setattr(TorchLibrary, "to_device", to_device)
     monkeypatch.setattr(driver, "THREAD", driver._Threads())
     take, launched_on = gpu.take, []
-    monkeypatch.setattr(gpu, "take", lambda submitted: (launched_on.append(current[0]), take(submitted)))
-    for turn in range(4):
-        current[0] = 0
+    monkeypatch.setattr(gpu, "take", lambda submitted: (launched_on.append((*current,)), take(submitted)))
+    for before in [(0, 0), (1, 1), (0, 1), (1, 0)] * 3:
+        current[:] = before
         cupy_mla.sparse_prefill(**prefill())
-        assert not entered
-        current[0] = 1
-        cupy_mla.sparse_prefill(**prefill())
-        assert entered == [0]
-        assert current == [1], "not that of before"
+        assert entered == [0] * (before != (0, 0))
+        assert tuple(current) == before
+        assert launched_on == [(0, 0)]
         entered.clear()
-        assert launched_on == [0] * 2 * (turn + 1)
+        launched_on.clear()
 
 
 def test_the_environment_names_kernels_at_any_time(gpu, seen, monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -201,10 +204,32 @@ def test_the_second_gpu(rng, name, library) -> None:
         returned = call.operation(**arrays, **call.settings)
         returned = [a for a in (returned if isinstance(returned, tuple) else (returned,)) if a is not None]
         assert all(cupy_mla.Place.of(a).device == 1 for a in returned)
-        assert cupy_mla.bridges.require_cupy("this test").cuda.runtime.getDevice() == 0
+        assert kind.current() == 0
         with kind.on(1):
             got = [kind.take(a) for a in (*returned, *(arrays[n] for n in call.written))]
         check(name, got, reference(call))
+
+
+FIRST_ON_1 = """
+import torch
+import cupy_mla
+q = torch.ones(3, 8, 128, dtype=torch.bfloat16)
+with torch.cuda.device(1):
+    q = q.cuda()
+values, weights = cupy_mla.quantize_indexer_q(q, torch.ones(3, 8, device="cuda:1"))
+assert values.device.index == weights.device.index == 1
+with torch.cuda.device(1):
+    assert torch.equal(values.cpu().float(), torch.full((3, 8, 128), 448.0))
+"""
+
+
+@pytest.mark.gpu
+def test_the_second_gpu_in_a_process_that_has_not_used_the_first() -> None:
+    """torch then stays on device 1, and makes arrays on device 0."""
+    if cupy_mla.bridges.require_cupy("this test").cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    ran = subprocess.run([sys.executable, "-c", FIRST_ON_1], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.gpu
