@@ -1,8 +1,9 @@
-"""compute-sanitizer's racecheck, or its memcheck, on the small cases, several processes at a time: which are clean.
+"""compute-sanitizer's racecheck, or its memcheck, on the small cases: which are clean.
 
 python benchmarks/racecheck.py [--tool memcheck] [--all-seconds S] [what names of small cases begin with ...]
 
-The visible GPUs have the cases in turn. COMPUTE_SANITIZER names the tool. 2026.4 (`pip install
+Some processes at a time check several cases each. Those of a process that is not clean are then checked alone.
+The visible GPUs have the processes in turn. COMPUTE_SANITIZER names the tool. 2026.4 (`pip install
 nvidia-cuda-sanitizer-api`, compute-sanitizer in its folder) is good; 2025.3, which comes with CUDA 13.0, reports races
 that are none. Kernels are compiled with EVERY_LANE_ARRIVES (ptx/mbarrier.cuh). What racecheck sees and what it does
 not: benchmarks/log/few_heads_sm90.md.
@@ -20,14 +21,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import small_cases
 from run import kill, visible_gpus
 
 FOUND = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 SANITIZER = os.environ.get("COMPUTE_SANITIZER", FOUND)
+CLEAN = "clean"
+MOST_CASES = 8  # of a process, which takes 10 s before its first case
 OPTIONS = "-lineinfo -DEVERY_LANE_ARRIVES"
 SUMMARY = re.compile(r"(?:RACECHECK|ERROR) SUMMARY: (\d+) (?:hazard|error)")
 TOOLS = {
@@ -36,32 +41,56 @@ TOOLS = {
 }
 
 
-def check(name: str, gpu: str | None, tool: str, options: str, seconds: float, log: Path) -> bool:
-    """Run one case on a GPU, as CUDA_VISIBLE_DEVICES names it; what it prints goes to a file of its own."""
+class Run(NamedTuple):
+    """How cases are checked.
+
+    Attributes:
+        tool: of compute-sanitizer.
+        options: NVRTC options for all kernels.
+        seconds: after which a process is ended.
+        at_once: processes.
+        log: folder for what each process prints.
+    """
+
+    tool: str
+    options: str
+    seconds: float
+    at_once: int
+    log: Path
+
+
+def check(names: Sequence[str], gpu: str | None, run: Run, seconds: float) -> str:
+    """Run cases in one process on a GPU, as CUDA_VISIBLE_DEVICES names it: the verdict.
+
+    What the process prints goes to a file with the name of its first case.
+    """
     if seconds <= 0:
-        print(f"{name}: not begun")
-        return False
-    command = [SANITIZER, "--tool", tool, *TOOLS[tool], sys.executable]
-    command += [small_cases.__file__, f"--options={options}", name]
-    file, started = log / (name.replace(" ", "_") + ".txt"), time.perf_counter()
+        return "not begun"
+    command = [SANITIZER, "--tool", run.tool, *TOOLS[run.tool], sys.executable]
+    command += [small_cases.__file__, f"--options={run.options}", "--exactly", *names]
+    file = run.log / f"{names[0].replace(' ', '_')}{f'_and_{len(names) - 1}_more' * (len(names) > 1)}.txt"
     env = os.environ if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
     with file.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            status = None
             kill(process)
+            return "did not end"
     summary = SUMMARY.search(file.read_text())
-    clean = status == 0 and summary is not None and summary[1] == "0"
-    if clean:
-        verdict = "clean"
-    elif status is None:
-        verdict = "did not end"
-    else:
-        verdict = f"{summary[1]} reports, status {status}" if summary else f"no summary, status {status}"
-    print(f"{name}: {verdict} ({time.perf_counter() - started:.0f} s)", flush=True)
-    return clean
+    if summary is None:
+        return f"no summary, status {status}"
+    return CLEAN if status == 0 and summary[1] == "0" else f"{summary[1]} reports, status {status}"
+
+
+def check_all(groups: Sequence[Sequence[str]], run: Run, until: float) -> list[str]:
+    """The verdicts of groups of cases, each in a process of its own. The visible GPUs have them in turn."""
+
+    def check_group(group: Sequence[str], gpu: str | None) -> str:
+        return check(group, gpu, run, min(run.seconds, until - time.monotonic()))
+
+    with ThreadPoolExecutor(run.at_once) as pool:
+        return [*pool.map(check_group, groups, itertools.cycle(visible_gpus() or [None]))]
 
 
 def main() -> None:
@@ -69,24 +98,29 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="without, all cases")
     parser.add_argument("--tool", choices=TOOLS, default="racecheck", help="of compute-sanitizer")
     parser.add_argument("--options", default=OPTIONS, help="NVRTC options for all kernels")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for a case")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for a process")
     parser.add_argument("--all-seconds", type=float, default=math.inf, help="for all cases together")
     parser.add_argument("--at-once", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--log", type=Path, help="folder for what each case prints")
+    parser.add_argument("--log", type=Path, help="folder for what each process prints")
     arguments = parser.parse_args()
-    tool, options = arguments.tool, arguments.options
-    log = arguments.log or Path(tempfile.mkdtemp(prefix=tool))
+    log = arguments.log or Path(tempfile.mkdtemp(prefix=arguments.tool))
     log.mkdir(parents=True, exist_ok=True)
+    run = Run(arguments.tool, arguments.options, arguments.seconds, arguments.at_once, log)
     names = [name for name, _ in small_cases.cases() if small_cases.is_named(name, arguments.names)]
     until = time.monotonic() + arguments.all_seconds
-
-    def check_one(name: str, gpu: str | None) -> bool:
-        return check(name, gpu, tool, options, min(arguments.seconds, until - time.monotonic()), log)
-
-    with ThreadPoolExecutor(arguments.at_once) as pool:
-        clean = list(pool.map(check_one, names, itertools.cycle(visible_gpus() or [None])))
-    print(f"{sum(clean)} of {len(names)} cases are clean; {log}")
-    sys.exit(not (names and all(clean)))
+    processes = max(min(run.at_once, len(names)), math.ceil(len(names) / MOST_CASES))
+    groups = [names[start::processes] for start in range(processes)]  # neighbours take alike
+    verdicts: dict[str, str] = {}
+    for group, verdict in zip(groups, check_all(groups, run, until), strict=True):
+        verdicts |= dict.fromkeys(group, verdict)
+    alone = [[name] for name in names if verdicts[name] != CLEAN]
+    for (name,), verdict in zip(alone, check_all(alone, run, until), strict=True):
+        verdicts[name] = verdict
+    for name in names:
+        print(f"{name}: {verdicts[name]}")
+    unclean = len(names) - [*verdicts.values()].count(CLEAN)
+    print(f"{len(names) - unclean} of {len(names)} cases are clean; {log}")
+    sys.exit(not names or unclean > 0)
 
 
 if __name__ == "__main__":

@@ -591,13 +591,14 @@ def is_named(name: str, starts: Sequence[str]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="cases whose names begin so; without, all")
+    parser.add_argument("--exactly", action="store_true", help="cases of these names alone")
     parser.add_argument("--options", default="", help="more NVRTC options for all kernels")
     arguments = parser.parse_args()
     scratch.BLOCK_BYTES = 0  # each call allocates what it needs, so that memcheck sees where it ends
     kernel_module.OPTIONS = (*kernel_module.OPTIONS, *arguments.options.split())
     rng = np.random.default_rng()
     for name, act in cases():
-        if is_named(name, arguments.names):
+        if name in arguments.names if arguments.exactly else is_named(name, arguments.names):
             act(rng)
             os.environ.pop(VARIABLE, None)
 

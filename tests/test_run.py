@@ -284,20 +284,44 @@ def test_gpus_of_workers(monkeypatch, gpus: str, expected: list[str | None]) -> 
     assert [spec.env.get("CUDA_VISIBLE_DEVICES") for spec in specs] == expected
 
 
-def test_gpus_of_sanitized_cases(module, monkeypatch, tmp_path: Path, capfd) -> None:
-    """They have them in turn; a case that there is no time for is not clean."""
+SANITIZER = """#!/bin/sh
+echo $CUDA_VISIBLE_DEVICES
+while [ "$1" != --exactly ]; do shift; done
+shift
+echo "$@"
+case " $* " in *" bad "*) echo 'RACECHECK SUMMARY: 2 hazards'; exit 1; esac
+echo 'RACECHECK SUMMARY: 0 hazards'
+"""
+
+
+def test_sanitized_cases(module, monkeypatch, tmp_path: Path, capfd) -> None:
+    """They share processes, which have the GPUs in turn; those of an unclean process are checked alone. A case that
+    there is no time for is not clean."""
     pytest.importorskip("cupy")
     racecheck = module("racecheck")
-    tool = tmp_path / "tool"
-    tool.write_text("#!/bin/sh\necho $CUDA_VISIBLE_DEVICES\necho 'RACECHECK SUMMARY: 0 hazards'\n")
+    tool, names = tmp_path / "tool", ["a", "b", "bad", "c d"]
+    tool.write_text(SANITIZER)
     tool.chmod(0o755)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     monkeypatch.setattr(racecheck, "SANITIZER", str(tool))
-    monkeypatch.setattr(racecheck.small_cases, "cases", lambda: [(name, None) for name in "abc"])
-    for seconds, status, said in (("9", False, "3 of 3 cases are clean"), ("0", True, "a: not begun")):
-        monkeypatch.setattr(sys, "argv", ["racecheck", "--log", str(tmp_path), "--all-seconds", seconds])
+
+    def checked(seconds: str, names: list[str]) -> tuple[int, str]:
+        monkeypatch.setattr(racecheck.small_cases, "cases", lambda: [(name, None) for name in names])
+        options = ["--log", str(tmp_path), "--at-once", "2", "--all-seconds", seconds]
+        monkeypatch.setattr(sys, "argv", ["racecheck", *options])
         with pytest.raises(SystemExit) as end:
             racecheck.main()
-        assert end.value.code == status
-        assert said in capfd.readouterr().out
-    assert [(tmp_path / f"{name}.txt").read_text().split()[0] for name in "abc"] == ["5", "7", "5"]
+        return end.value.code, capfd.readouterr().out
+
+    status, printed = checked("60", names)
+    assert status == 1
+    assert printed.startswith("a: clean\nb: clean\nbad: 2 reports, status 1\nc d: clean\n3 of 4 cases are clean; ")
+    logs = {path.stem: path.read_text().split("\n")[:2] for path in tmp_path.glob("*.txt")}
+    assert logs == {
+        "a_and_1_more": ["5", "a bad"], "b_and_1_more": ["7", "b c d"], "a": ["5", "a"], "bad": ["7", "bad"],
+    }  # fmt: skip
+    assert checked("0", names)[1].startswith("a: not begun\nb: not begun\n")
+    assert checked("60", ["a", "b"])[0] == 0
+    many = [f"case {number}" for number in range(40)]
+    assert "40 of 40 cases are clean" in checked("60", many)[1]
+    assert max(int(path.stem.split("_and_")[1].split("_")[0]) for path in tmp_path.glob("case_*_more.txt")) == 7
