@@ -43,7 +43,7 @@ def some_requests(
 ) -> None:
     """Lengths, tokens, heads, views and strides as they come."""
     fmt, block_size = formats[rng.integers(len(formats))], int(rng.choice([1, 16, 48, 64, 128, 256]))
-    s_q, h_q = int(rng.choice([1, 2, 5])), int(rng.integers(1, heads + 1))
+    s_q, h_q = int(rng.choice([1, 2, 5, 8])), int(rng.integers(1, heads + 1))
     of = in_cache(rng, fmt, some_lengths(rng, b), block_size, s_q, some_view(rng), gap=8 * int(rng.integers(3)))
     q = off_zero(fmt, gapped(dense_queries(rng, fmt, b, s_q, h_q), 0, 0, 1, 8), of)
     check_dense(kind, fmt, q, of, sink=sinks(rng, h_q), out_gaps=(0, 1, 2, 8), **options)
@@ -62,7 +62,7 @@ def plain_requests(kind: Any, rng: np.random.Generator, b: int, heads: int, e4m3
     """Rows, and perhaps queries, in e4m3 with a scale of the call, which the host knows or the device."""
     scales = {"k_scale": np.float32(2.0 ** rng.uniform(-9, -4)), "q_scale": np.float32(2.0 ** rng.uniform(-4, 0))}
     fmt = replace((oracle.PLAIN_576, oracle.PLAIN_512)[rng.integers(2)], scale=float(scales["k_scale"]))
-    s_q, h_q = int(rng.choice([1, 2, 5])), int(rng.integers(1, heads + 1))
+    s_q, h_q = int(rng.choice([1, 2, 5, 8])), int(rng.integers(1, heads + 1))
     of = in_cache(rng, fmt, some_lengths(rng, b), int(rng.choice([1, 16, 48, 64])), s_q, some_view(rng), gap=16)
     q = gapped(queries(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, 16)
     codes = gapped(oracle.e4m3_code(q.astype(np.float32) / scales["q_scale"]), 0, 0, 1, 16)

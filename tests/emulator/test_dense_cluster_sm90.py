@@ -9,7 +9,7 @@ from cupy_mla.cuda.attention.choose import VARIABLE
 from ..dense_hopper import every_batch, every_heads, some_requests
 
 # As many SMs as the largest of the calls has work items, twice.
-pytestmark = pytest.mark.parametrize("emulated", [60], indirect=True)
+pytestmark = pytest.mark.parametrize("emulated", [64], indirect=True)
 
 
 @pytest.fixture(autouse=True)

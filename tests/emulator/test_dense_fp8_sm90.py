@@ -15,7 +15,7 @@ from ..dense_hopper import (
 
 SHARES, SPLITS = "shares(splits=0)", "shares(splits=3)"
 # Divisions, SMs (all clusters must run at a time), and requests.
-DIVISIONS = [("whole", 3, 5), ("clusters", 60, 2), (SHARES, 6, 5), (SPLITS, 6, 5)]
+DIVISIONS = [("whole", 3, 5), ("clusters", 64, 2), (SHARES, 6, 5), (SPLITS, 6, 5)]
 
 
 @pytest.fixture(autouse=True)

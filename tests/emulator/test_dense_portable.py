@@ -54,7 +54,8 @@ def test_requests(kind, emulated, rng, monkeypatch, force, name, fmt, num_splits
     if num_splits == "shares":
         force(division="shares")
         num_splits = None
-    b, s_q, h_q = int(rng.choice([1, 2, 5, 17])), int(rng.choice([1, 2, 5])), int(rng.integers(heads // 2, heads) + 1)
+    b, s_q = int(rng.choice([1, 2, 5, 17])), int(rng.choice([1, 2, 5, 8]))
+    h_q = int(rng.integers(heads // 2, heads) + 1)
     block_size, sees = int(rng.choice([1, 16, 48, 64, 256])), some_view(rng)
     of = in_cache(rng, fmt, some_lengths(rng, b), block_size, s_q, sees, gap=int(rng.integers(3)))
     q = off_zero(fmt, gapped(dense_queries(rng, fmt, b, s_q, h_q), 0, 0, 1, 8), of)
