@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 
-# Measured on an H200: bytes a second that a gather of random rows reaches, and bf16 multiplications.
+# Measured on an H200: bytes a second that a gather of random rows reaches, and bf16 multiplications. SMs, their clock
+# and L2 are an H100's, too.
 GATHER = {"V32": 3.1e12, "V4": 3.1e12, "bf16": 4.25e12}
 GATHER_L2, L2_BYTES = 8.5e12, 50e6
-COPY = 4.25e12  # of a copy, read and written
 FLOPS = 812e12
 
 TOKEN_BYTES = {"V32": 656, "V4": 584, "bf16": 1152}
@@ -37,17 +37,20 @@ def decode_floor_us(case: str, sets: int) -> float:
     return 1e6 * max(gather, 2 * rows * n["h"] * (D_QK[layout] + 512) / FLOPS)
 
 
-def dense_floor_us(tokens: list[int], lines: int, token_bytes: int = TOKEN_BYTES["bf16"]) -> tuple[float, str]:
+def dense_floor_us(
+    tokens: list[int], lines: int, copied: float, token_bytes: int = TOKEN_BYTES["bf16"]
+) -> tuple[float, str]:
     """Microseconds that the rows of a dense decode take to copy, or their products at the tensor cores' rate, and which
     of both that is: "bytes" or "arithmetic".
 
     Args:
         tokens: rows of each input set in rotation; where all fit into L2, the rate is that of L2.
         lines: query tokens times heads of a request.
+        copied: bytes a second, read and written, of a copy on the same card.
         token_bytes: of a row.
     """
     size = sum(tokens) * token_bytes
-    copy = size / (GATHER_L2 if size < L2_BYTES else COPY)
+    copy = size / (GATHER_L2 if size < L2_BYTES else copied)
     multiply = 2 * sum(tokens) * lines * (D_QK["bf16"] + 512) / FLOPS
     return 1e6 * max(copy, multiply) / len(tokens), "bytes" if copy > multiply else "arithmetic"
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from cases import DENSE, dense_floor_us, judge
 from fa3_peer import fa3_dense_calls
-from harness import SETS, Call, Options, Record, flash_mla_peer, peer_name, time_side_by_side
+from harness import SETS, Call, Options, Record, copy_rate, flash_mla_peer, peer_name, time_side_by_side
 from inputs import normal
 from report import plot_dense
 
@@ -100,6 +100,8 @@ def main() -> None:
     record = Record("dense_decode", options, "ours us,FlashMLA,FA3,ratio,max diff,floor us")
     record.note("seed", seed)
     peer, cache = flash_mla_peer(), filled_cache()
+    copied = copy_rate()
+    record.note("copy_tb_s", round(copied / 1e12, 2))
     for row in rows(rng, options.quick):
         case = name_of(row)
         if not record.wants(case):
@@ -110,7 +112,8 @@ def main() -> None:
         error = max(record.compare(case, out, theirs[0]()[0]), record.compare(case, out, fa3[0]()))
         ours_us, theirs_us, fa3_us = time_side_by_side(ours, theirs, fa3)
         best = min(theirs_us, fa3_us)
-        floor, bound = dense_floor_us([s["lengths"].sum().item() for s in sets], row["h"] * row["s_q"])
+        tokens = [s["lengths"].sum().item() for s in sets]
+        floor, bound = dense_floor_us(tokens, row["h"] * row["s_q"], copied)
         record.add_row(
             {
                 "case": case, "ours_us": round(ours_us, 2), "flash_mla_us": round(theirs_us, 2),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from cases import DENSE_FP8, dense_floor_us, judge
 from dense_decode import Set, filled_cache, flash_mla_calls, input_sets, name_of, rows
-from harness import NO_PEER, ROOT, Call, Options, Record, flash_mla_peer, peer_name, time_side_by_side
+from harness import NO_PEER, ROOT, Call, Options, Record, copy_rate, flash_mla_peer, peer_name, time_side_by_side
 from inputs import normal
 
 import cupy_mla
@@ -89,10 +89,12 @@ def main() -> None:
     peer, operations, bf16 = flash_mla_peer(), fp8_peer(), filled_cache()
     v32 = v32_cache(*bf16.shape[:2])
     plain = plain_cache(bf16)
+    copied = copy_rate()
+    record.note("copy_tb_s", round(copied / 1e12, 2))
     for row in rows(rng, options.quick):
         sets = sets_with_fp8_queries(row, bf16)
         tokens, lines = [s["lengths"].sum().item() for s in sets], row["h"] * row["s_q"]
-        bound = dense_floor_us(tokens, lines)[1]  # of the bf16 rows
+        bound = dense_floor_us(tokens, lines, copied)[1]  # of the bf16 rows
         wide, of_v32, of_plain = our_calls(sets, bf16), our_calls(sets, v32), our_calls(sets, plain, "q8")
         theirs, theirs_fp8 = flash_mla_calls(peer, sets), fp8_calls(operations, sets, plain)
         cases = [f"{layout} {bound} {name_of(row)}" for layout in ("v32_fp8", "plain_fp8")]
@@ -106,7 +108,7 @@ def main() -> None:
             (cases[0], 656, v32_us, wide_us, "cupy_mla, bf16 rows", 0.0),
             (cases[1], 576, plain_us, best, theirs_name, error),
         ):
-            floor, _ = dense_floor_us(tokens, lines, nbytes)
+            floor, _ = dense_floor_us(tokens, lines, copied, nbytes)
             record.add_row(
                 {
                     "case": case, "ours_us": round(ours_us, 2), "peer_us": round(peer_us, 2),

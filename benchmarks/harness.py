@@ -40,6 +40,7 @@ BEGAN = time.monotonic()
 SETS = 4  # input sets in rotation, so that nothing stays in L2 that would not in service
 # Even: of two candidates each then comes behind itself half of the time, where small batches take up to 9 % less.
 REPEATS = 16
+COPIED = 1 << 30  # bytes read, and bytes written, by the copy whose rate bounds what reads memory
 DIFFERENCE = 0.03  # norm of the difference of two results, relative
 
 Call = Callable[[], Any]
@@ -153,6 +154,14 @@ def time_side_by_side(*candidates: Sequence[Call]) -> list[float]:
         candidates: for each, its calls on the input sets, in the same order for all.
     """
     return [time / len(candidates[0]) for time in replay_times([graph_of(calls) for calls in candidates])]
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written, of a copy of 1 GB."""
+    source = torch.empty(COPIED, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    (us,) = time_side_by_side([lambda: target.copy_(source)])
+    return 2e6 * COPIED / us
 
 
 def replay_times(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int = REPEATS) -> list[float]:

@@ -357,11 +357,12 @@ def test_layer_beside_the_peers_chain(harness, module, monkeypatch, tmp_path, wr
 def test_floor_of_dense_decode(module):
     """Copying the rows, or multiplying them, whichever takes longer; rows that fit into L2 come from there."""
     floor = module("cases").dense_floor_us
-    us, bound = floor([1_000_000, 1_000_000], 16)
+    us, bound = floor([1_000_000, 1_000_000], 16, 4.25e12)
     assert (round(us), bound) == (271, "bytes")  # 1.152 GB at 4.25 TB/s
-    us, bound = floor([1_000_000], 512)
+    assert round(floor([1_000_000], 16, 3e12)[0]) == 384  # on a card that copies more slowly
+    us, bound = floor([1_000_000], 512, 4.25e12)
     assert (round(us), bound) == (1372, "arithmetic")  # 2 x 10^6 x 512 x 1088 at 812 TFLOP/s
-    assert floor([1000], 16)[0] < floor([100_000], 16)[0] / 180
+    assert floor([1000], 16, 4.25e12)[0] < floor([100_000], 16, 4.25e12)[0] / 180
 
 
 def test_small_cases_are_of_every_operation(module, monkeypatch, rng):
