@@ -219,6 +219,20 @@ DENSE_FP8 = [
     Group("dense decode, V32_FP8 against our bf16 where memory bounds", "dense_fp8", _beginning("v32_fp8 bytes"), 1.5),
     Group("dense decode, PLAIN_FP8, q in e4m3", "dense_fp8", _beginning("plain_fp8"), 1.2),
 ]
+DENSE_BANDWIDTH = [
+    *(
+        Group(
+            f"dense decode, 16 heads, over 1 GB of {title} rows, beside a copy", "dense_bandwidth",
+            _beginning(f"full {name} "), 0.9, 0.9,
+        )
+        for title, name in (
+            ("bf16", "bf16"), ("float16", "fp16"), ("V32_FP8", "v32_fp8"), ("PLAIN_FP8", "plain_fp8"),
+            ("V4_FP8", "v4_fp8"),
+        )
+    ),
+    Group("dense decode, float16 beside our bf16", "dense_bandwidth", _beginning("fp16 "), least=0.95),
+    Group("dense decode, V4_FP8 beside our bf16", "dense_bandwidth", _beginning("v4_fp8 ")),
+]  # fmt: skip
 TRAINING = [
     Group(
         "backward, 64 and 128 heads, beside the faster of cuDNN and TileLang", "training",

@@ -19,6 +19,7 @@ from cases import (
     CACHE_OPS,
     DECODE,
     DENSE,
+    DENSE_BANDWIDTH,
     DENSE_FP8,
     FORMATS,
     INDEXER,
@@ -42,8 +43,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 GROUPS = [
-    *PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *DENSE_FP8, *FORMATS, *CACHE_OPS, *PORTABLE, *INDEXER,
-    *INDEXER_V41, *SERVED, *LAYER, *TRAINING,
+    *PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *DENSE_FP8, *DENSE_BANDWIDTH, *FORMATS, *CACHE_OPS, *PORTABLE,
+    *INDEXER, *INDEXER_V41, *SERVED, *LAYER, *TRAINING,
 ]  # fmt: skip
 NOT_MEASURED = "Not measured yet."
 KERNEL_ROWS = {
@@ -143,8 +144,11 @@ def ratio_row(group: Group, folder: Path) -> list[str] | None:
 
 
 def ratio_table(groups: Iterable[Group]) -> str:
-    """A row for each group and each GPU that has records of it."""
-    rows = [row for group in groups for folder in folders() if (row := ratio_row(group, folder))]
+    """A row for each group and each GPU that has records of it. Where no GPU has any, the row says so."""
+    rows: list[list[str]] = []
+    for group in groups:
+        found = [row for folder in folders() if (row := ratio_row(group, folder))]
+        rows += found or [[group.title, "not measured", "", "0", "", "", ""]]
     return table(RATIO_HEAD, rows)
 
 

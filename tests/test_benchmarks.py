@@ -103,6 +103,60 @@ def test_rows_of_dense_decode(harness, module):
             assert len(held) >= 15
 
 
+def test_rows_over_a_gigabyte(harness, module):
+    """Of each format: 16 heads, 1, 2 and 4 query tokens, more than 1 GB; each in the group that it is judged with."""
+    program, cases = module("dense_bandwidth"), module("cases")
+    for name, of in program.FORMATS.items():
+        rows = [*program.full_rows(of.token_bytes, False)]
+        assert {row["s_q"] for row in rows} == {1, 2, 4}
+        for row in rows:
+            assert row["h"] == 16
+            assert row["b"] * row["length"] * of.token_bytes > 1 << 30
+            assert row["length"] <= 131072
+            case = f"full {name} {program.name_of(row)}"
+            assert sum(group.holds(case, cases.numbers(case)) for group in cases.DENSE_BANDWIDTH) == 1, case
+
+
+def test_bandwidth_of_every_format(harness, module, monkeypatch, tmp_path):
+    """Small batches on the CPU. A copy moves as many bytes as rows have; float16 rows are those in bf16."""
+    program, dense_decode = module("dense_bandwidth"), module("dense_decode")
+    copied: list[int] = []
+
+    def copies_of(size: int, number: int) -> list[Any]:
+        copied.append(size)
+        return [lambda: None] * number
+
+    def time_side_by_side(ours, theirs) -> list[float]:
+        for calls in (ours, theirs):
+            calls[0]()
+        return [2.0, 3.0]
+
+    def drawn_row(rng: random.Random, h: int, few: bool) -> dict[str, Any]:
+        return {"h": h, "b": 2, "s_q": 2, "length": 90, "lengths": "drawn"}
+
+    for changed, values in (
+        (program, {"FULL": 1e5, "BATCHES": (2,), "TOKENS": 4096, "drawn_row": drawn_row, "copies_of": copies_of,
+                   "time_side_by_side": time_side_by_side}),
+        (dense_decode, {"TOKENS": 4096}), (harness, {"environment": dict}),
+    ):  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setattr(changed, name, value)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["dense_bandwidth.py", "--quick", "--seed", "7"])
+    with on_cpu():
+        program.main()
+    record = json.loads((tmp_path / "dense_bandwidth.part.json").read_text())
+    assert record["seed"] == 7
+    full = [row for row in record["rows"] if row["case"].startswith("full")]
+    assert Counter(row["format"] for row in full) == dict.fromkeys(program.FORMATS, 3)
+    assert copied == [row["b"] * row["length"] * program.FORMATS[row["format"]].token_bytes for row in full]
+    assert min(copied) >= 1e5
+    beside = [row for row in record["rows"] if row not in full]
+    assert Counter(row["format"] for row in beside) == {"fp16": 2, "v4_fp8": 2}
+    assert {row["ratio"] for row in record["rows"]} == {1.5}
+    assert max(row["max_abs_err"] for row in beside) < 0.01
+
+
 def test_rows_of_formats(harness, module):
     """Within the ranges that targets name, each in one group that it is judged with."""
     program, cases = module("formats"), module("cases")
@@ -775,7 +829,7 @@ def write_record(folder, name, gpu, *rows):
 def test_performance_has_a_row_for_each_group_and_card_with_its_commits(module, monkeypatch, tmp_path):
     report = module("report")
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert "indexer" not in report.performance()
+    assert "| indexer: prefill top-k | not measured |" in report.performance()
     rows = [{"case": f"topk_prefill {m} x 9", "ratio": 2.0} for m in (3, 4)]
     write_record(tmp_path, "indexer", "NVIDIA H200", rows[0], {**rows[1], "commit": "abcdefabcdef"})
     write_record(tmp_path / "h100", "indexer", "NVIDIA H100 80GB HBM3", {**rows[0], "ratio": 1.5})
@@ -1170,6 +1224,15 @@ def test_runs_beside_each_other_make_one_record(module, monkeypatch, tmp_path, h
     with pytest.raises(SystemExit):
         program.main()
     assert "a pack, or --merge" in capsys.readouterr().err
+
+
+def test_groups_that_no_gpu_has_measured_are_marked(module, monkeypatch, tmp_path):
+    report, (group, *_) = module("report"), module("cases").DENSE_BANDWIDTH
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.ratio_table([group]).endswith(f"| {group.title} | not measured |  | 0 |  |  |  |")
+    rows = [{"case": f"full bf16 dense h 16 b {b} s_q 1 length 70000 equal", "ratio": 0.5} for b in (16, 17)]
+    write_record(tmp_path, "dense_bandwidth", "NVIDIA H200", *rows)
+    assert report.ratio_table([group]).endswith(f"| {group.title} | H200 | 0123456 | 2 | 0.50 | 0.50 | 0.50 |")
 
 
 def test_readme_has_row_formats_once_there_is_a_record(module, monkeypatch, tmp_path):
