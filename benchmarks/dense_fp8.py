@@ -3,7 +3,8 @@ FlashMLA's FP8 kernel and its bf16 kernel, of which the faster one counts.
 
 python benchmarks/dense_fp8.py [--quick] [--only REGEX] [--limit SECONDS]
 
-Sizes are drawn as dense_decode.py draws them; the seed is in the record. FlashMLA's FP8 kernel is an operation of the
+Sizes are drawn as dense_decode.py draws them; the seed is in the record. `bf16_of_copy` of a row is the share of the
+copy bandwidth that our bf16 rows reach. FlashMLA's FP8 kernel is an operation of the
 library `_flashmla_extension_C.abi3.so` in the folder CUPY_MLA_PEER (default .peer). Writes dense_fp8.json.
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import DENSE_FP8, dense_floor_us, judge
+from cases import DENSE_FP8, TOKEN_BYTES, dense_floor_us, judge
 from dense_decode import Set, filled_cache, flash_mla_calls, input_sets, name_of, rows
 from harness import NO_PEER, ROOT, Call, Options, Record, copy_rate, flash_mla_peer, peer_name, time_side_by_side
 from inputs import normal
@@ -95,6 +96,7 @@ def main() -> None:
         sets = sets_with_fp8_queries(row, bf16)
         tokens, lines = [s["lengths"].sum().item() for s in sets], row["h"] * row["s_q"]
         bound = dense_floor_us(tokens, lines, copied)[1]  # of the bf16 rows
+        copy_us = 1e6 * sum(tokens) / len(tokens) * TOKEN_BYTES["bf16"] / copied
         wide, of_v32, of_plain = our_calls(sets, bf16), our_calls(sets, v32), our_calls(sets, plain, "q8")
         theirs, theirs_fp8 = flash_mla_calls(peer, sets), fp8_calls(operations, sets, plain)
         cases = [f"{layout} {bound} {name_of(row)}" for layout in ("v32_fp8", "plain_fp8")]
@@ -113,7 +115,7 @@ def main() -> None:
                 {
                     "case": case, "ours_us": round(ours_us, 2), "peer_us": round(peer_us, 2),
                     "ratio": round(peer_us / ours_us, 3), "peer": name, "max_abs_err": difference, **row,
-                    "floor_us": round(floor, 2), "bound": bound,
+                    "floor_us": round(floor, 2), "bound": bound, "bf16_of_copy": round(copy_us / wide_us, 3),
                 },
                 f"{ours_us:9.1f} {peer_us:9.1f} {peer_us / ours_us:9.2f} {difference:9.1e} {floor:9.1f}",
             )  # fmt: skip

@@ -59,6 +59,19 @@ def test_groups_hold_the_rows_they_name(module):
     assert found == [[1.0], [3.0], [4.0], [4.0], [5.0], [6.0], [7.0]]
 
 
+def test_groups_keep_rows_by_their_fields(module):
+    """Short rows that bytes bound by the floor alone are in the first group only."""
+    cases = module("cases")
+    name = "v32_fp8 bytes dense h 8 b {} s_q 1 length 512 equal"
+    rows = [
+        {"case": name.format(1), "ratio": 1.0, "bf16_of_copy": 0.1},
+        {"case": name.format(2), "ratio": 2.0, "bf16_of_copy": 0.7},
+        {"case": name.format(3), "ratio": 3.0},
+        {"case": "plain_fp8" + name.format(4)[7:], "ratio": 4.0, "bf16_of_copy": 0.9},
+    ]
+    assert [cases.of_group(group, rows) for group in cases.DENSE_FP8] == [[1.0, 2.0, 3.0], [2.0], [4.0]]
+
+
 def test_rows_of_every_batch(harness, module):
     """24 at least of each kind and number of heads (short bf16 lists: 16), some of them small; each in a group."""
     program, cases = module("decode_batches"), module("cases")
