@@ -239,6 +239,16 @@ DENSE_BANDWIDTH = [
     Group("dense decode, float16 beside our bf16", "dense_bandwidth", _beginning("fp16 "), least=0.95),
     Group("dense decode, V4_FP8 beside our bf16", "dense_bandwidth", _beginning("v4_fp8 ")),
 ]  # fmt: skip
+SHORT_CONTEXTS = [
+    Group(
+        "short contexts: the dense way, where it is taken, beside lists", "short_contexts",
+        _beginning("short"), 1.0, 0.95, keeps=lambda row: row["taken"] == "dense",
+    ),
+    Group(
+        "short contexts: lists, where they are taken, beside the dense way", "short_contexts",
+        _beginning("short"), 1.0, 0.95, ("dense_us", "lists_us"), keeps=lambda row: row["taken"] == "lists",
+    ),
+]  # fmt: skip
 TRAINING = [
     Group(
         "backward, 64 and 128 heads, beside the faster of cuDNN and TileLang", "training",

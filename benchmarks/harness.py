@@ -283,12 +283,13 @@ class Record:
         shown = f"{ours_us:9.1f} {peer_us:9.1f} {ratio:9.2f} {max_abs_err:9.1e}"
         self.add_row({**row, "max_abs_err": max_abs_err, **more}, shown)
 
-    def add_ways(self, case: str, times: dict[str, float], max_abs_err: float) -> None:
-        """A row of two ways of ours by name: ratio = the second's time / the first's."""
+    def add_ways(self, case: str, times: dict[str, float], max_abs_err: float, **more: Any) -> None:
+        """A row of two ways of ours by name: ratio = the second's time / the first's. `more` goes into the record."""
         first, second = times.values()
         ratio = second / first
         row = {"case": case, **{f"{name}_us": round(time, 1) for name, time in times.items()}, "ratio": round(ratio, 3)}
-        self.add_row({**row, "max_abs_err": max_abs_err}, f"{first:9.1f} {second:9.1f} {ratio:9.2f} {max_abs_err:9.1e}")
+        shown = f"{first:9.1f} {second:9.1f} {ratio:9.2f} {max_abs_err:9.1e}"
+        self.add_row({**row, "max_abs_err": max_abs_err, **more}, shown)
 
     def add_row(self, row: dict[str, Any], shown: str) -> None:
         """Any other row; `shown` is printed behind its name."""

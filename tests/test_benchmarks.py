@@ -170,6 +170,69 @@ def test_bandwidth_of_every_format(harness, module, monkeypatch, tmp_path):
     assert max(row["max_abs_err"] for row in beside) < 0.01
 
 
+def test_rows_of_short_contexts(harness, module):
+    """Within the ranges that the target names, under a name of their own."""
+    program = module("short_contexts")
+    for seed in range(3):
+        rows = [*program.rows(random.Random(seed), False)]
+        assert Counter((row["layout"], row["h"]) for row in rows) == {
+            (layout, h): program.DRAWN for layout in ("v32_fp8", "bf16") for h in (16, 32, 64, 128)
+        }
+        for row in rows:
+            assert 1 <= row["b"] <= 264
+            assert 64 <= row["context"] <= 2048
+            assert 1 <= row["s_q"] <= 4
+        assert len({program.name_of(row) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_short_contexts_in_both_ways(harness, module, monkeypatch, tmp_path, wrong):
+    """Small batches on the CPU: the dense way reads no list, and lists give the same. Other results are told of."""
+    program = module("short_contexts")
+    dense, converted = program.SparseMLAImpl._attend_all, []
+    sparse_mla = importlib.import_module("cupy_mla.backends.sparse_mla")
+    to_slots = sparse_mla.to_slots
+
+    def attend_all(impl, q, *others) -> None:
+        dense(impl, q + wrong, *others)
+
+    def time_side_by_side(*ways) -> list[float]:
+        counts = []
+        for calls in ways:
+            converted.clear()
+            for call in calls:
+                call()
+            counts.append(len(converted))
+        assert counts == [0, harness.SETS]
+        return [2.0, 3.0]
+
+    def convert(*args) -> Any:
+        converted.append(args)
+        return to_slots(*args)
+
+    monkeypatch.setattr(sparse_mla, "to_slots", convert)
+    monkeypatch.setattr(program.SparseMLAImpl, "_attend_all", attend_all)
+    changes = {
+        "PLACE": ("torch", -1), "LARGEST": 3, "SHORTEST": 8, "TOPK": 128, "HEADS": (8, 64),
+        "time_side_by_side": time_side_by_side,
+    }  # fmt: skip
+    for name, value in changes.items():
+        monkeypatch.setattr(program, name, value)
+    monkeypatch.setattr(harness, "environment", dict)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["short_contexts.py", "--quick", "--seed", "7"])
+    with on_cpu(), pytest.raises(SystemExit, match="differ by") if wrong else contextlib.nullcontext():
+        program.main()
+    record = json.loads((tmp_path / "short_contexts.part.json").read_text())
+    assert record["seed"] == 7
+    assert Counter(row["layout"] for row in record["rows"]) == {"v32_fp8": 4, "bf16": 4}
+    assert {(row["ratio"], row["taken"]) for row in record["rows"]} == {(1.5, "dense")}
+    of_dense, of_lists = module("cases").SHORT_CONTEXTS
+    rows = [*record["rows"], {**record["rows"][0], "taken": "lists"}]
+    assert module("cases").of_group(of_dense, rows) == [1.5] * 8
+    assert module("cases").of_group(of_lists, rows) == [2 / 3]
+
+
 def test_rows_of_formats(harness, module):
     """Within the ranges that targets name, each in one group that it is judged with."""
     program, cases = module("formats"), module("cases")
