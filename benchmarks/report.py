@@ -53,11 +53,11 @@ KERNEL_ROWS = {
     "merge_ranks": "merge attention",
 }  # fmt: skip
 HEADLINES = (
-    "prefill, 64 and 128 heads",
-    "prefill, 8 to 32 heads, random lists",
+    "prefill of 32 to 330 queries, 8 to 128 heads",
+    "prefill, 16 to 32 heads, random lists of any length",
     "every batch: V32, 64 and 128 heads",
     "every batch: V32, 8 to 32 heads",
-    "every batch: V4, 64 and 128 heads",
+    "V4 as served: 64 heads",
     "every batch: bf16, beside FlashAttention 3",
     "indexer: decode selection, logits to slots",
     "portable kernels: FP8 decode V32, 64 and 128 heads",

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from . import layouts
 from .checks.options import LARGEST_INT, require_bool, require_choice, require_integer
-from .checks.validate import MAX_HEADS
+from .layouts import MAX_HEADS
 from .typing import CacheLayout, DenseLayout, ModelKind, PagedLayout
 
 C4A, C128A = 4, 128  # compress ratios of V4: an indexer chooses rows; all complete rows

@@ -20,6 +20,7 @@ from .checks.options import require_bool, require_choice, require_instance, requ
 from .dtypes import BFLOAT16, FLOAT16, UINT8
 
 D_V = 512  # value width of every DeepSeek sparse layer
+MAX_HEADS = 128
 LEAST_E4M3 = 2.0**-9  # the smallest e4m3 number above 0
 LEAST_SCALE = 2.0**-22  # the smallest UE8M0 scale of vLLM's writers: 1e-4 / 448 rounded up to a power of two
 

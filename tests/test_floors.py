@@ -17,16 +17,16 @@ from cupy_mla.layouts import ATTENTION_LAYOUTS
 
 PACKAGE = Path(cupy_mla.__file__).parent
 
-# What a module may import of the package, by the first part of its name: a module, or a package with all in it.
+# What a module may import of the package, by its name or the first part of it: a module, or a package with all in it.
 # Modules of one package may import each other.
-GROUND = ("_version", "dtypes", "layouts", "config", "typing", "private", "arrays", "arguments")
+GROUND = ("_version", "dtypes", "layouts", "config", "typing", "private", "arrays", "arguments", "checks.options")
 ON_BRIDGES = (*GROUND, "bridges", "checks")
 ON_CUDA = (*ON_BRIDGES, "cuda", "calls")
 ON_OPS = (*ON_CUDA, "reference", "ops")
 ON_BACKENDS = (*ON_OPS, "metadata", "backends")
 TOP = (*ON_BACKENDS, "flash_mla", "deep_gemm", "integrations", "selfcheck", "warmup", "__main__", "")
 FLOORS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(GROUND, (*GROUND, "checks")),
+    **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(("bridges", "checks"), ON_BRIDGES),
     "reference": (*ON_BRIDGES, "reference"),
     "cuda": (*ON_BRIDGES, "cuda"),
@@ -112,7 +112,7 @@ def _named(node: ast.Import | ast.ImportFrom, root: str, here: list[str], known:
 
 def floor(module: str) -> str:
     """The entry of FLOORS that a module belongs to."""
-    return module.partition(".")[0]
+    return module if module in FLOORS else module.partition(".")[0]
 
 
 def upward(found: list[Import]) -> list[tuple[str, str]]:

@@ -10,12 +10,11 @@ import numpy as np
 
 from ..arrays import Array
 from ..dtypes import E4M3, INT64, UINT8
-from ..layouts import D_V, Layout, names
+from ..layouts import D_V, MAX_HEADS, Layout, names
 from .options import require_choice, require_integer
 
 QUANTIZED = (UINT8, E4M3)
 
-MAX_HEADS = 128
 ALIGNMENT = 16  # bytes: the start and the blocks of a quantized cache are multiples
 INDEXER_ALIGNMENT = 4  # the same for the indexer's caches, whose blocks may have an odd number of tokens
 

@@ -79,6 +79,7 @@ def choose(problem: Problem) -> Choice:
         raise ValueError(why_not(problem, KERNELS))
     chosen = Choice(*min(rivals, key=TIME))
     if problem.batch_invariant:
+        explain(problem._replace(queries=INVARIANT_QUERIES), chosen, rivals)
         name, kernel = chosen.kernel, KERNELS[chosen.kernel]
         same = getattr(kernel, "same_bits", lambda division: [division])(chosen.division)
         able = [division for division in same if kernel.fits(problem, division)]

@@ -269,6 +269,20 @@ def test_a_choice_explains_itself_once(monkeypatch, capsys):
     assert times[0] >= round(chosen.us, 1)
 
 
+def test_a_batch_invariant_choice_explains_both_of_its_steps(monkeypatch, capsys):
+    """Among all candidates, for so many queries as every batch-invariant call is taken to have, then among those of the
+    same bits."""
+    monkeypatch.setenv(EXPLAIN, "1")
+    problem = decode(BF16_576, 16, 300, batch_invariant=True)
+    chosen = choose(problem)
+    lines = capsys.readouterr().err.splitlines()
+    usual, own = (i for i, line in enumerate(lines) if line.startswith("cupy_mla: "))
+    assert (usual, lines[own]) == (0, f"cupy_mla: {problem}")
+    assert lines[own + 1] == f"  {chosen} is chosen"
+    assert own > 2, "no rivals"
+    assert {line.split()[0] for line in lines[own + 1 :]} == {chosen.kernel}
+
+
 def test_a_choice_takes_little_time_and_memory():
     """Loosely: 30 us on a server's host, and a bounded number is remembered."""
     rng = random.Random(2)

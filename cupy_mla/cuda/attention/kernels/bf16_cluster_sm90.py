@@ -16,7 +16,7 @@ from ..divide import HALF_PARTIAL_BYTES, Clusters, Division
 from ..problem import Problem
 from ..times import Work
 from . import bf16_sm90
-from .work import fitting, rounds_of, split
+from .work import cluster_splits, rounds_of, split
 
 HEADS = (16, 32, bf16_sm90.HEADS)  # of a work item
 
@@ -57,7 +57,7 @@ def candidates(problem: Problem) -> Iterator[Division]:
     for heads in HEADS:
         if heads > HEADS[0] and problem.heads <= heads // 2 and not problem.division:
             continue  # more padding than heads
-        found = [asked] if asked else fitting(problem, problem.items(heads), problem.pairs, at_once)
+        found = [asked] if asked else cluster_splits(problem, problem.items(heads), problem.pairs, at_once)
         for n in found or [2][: problem.forced]:
             yield Clusters(heads, n, n)
 

@@ -45,7 +45,7 @@ from ..divide import (
 )
 from ..problem import TILE_ROWS, Problem
 from ..times import Work
-from .work import fitting, in_rounds, rounds_of, shares, split, whole
+from .work import cluster_splits, in_rounds, rounds_of, shares, split, whole
 
 # The kernel reads all LAYOUTS, `dense_fp8_sm90` those of FP8.
 LAYOUTS_OF_FP8 = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512, V32_NOPE_FP8, V41_FP8, V41_FP8_SPLIT)
@@ -156,7 +156,7 @@ def candidates(problem: Problem) -> Iterator[Division]:
             yield Teams(heads, asked)
         if problem.tiles <= 2 or asked:
             continue  # a merge takes longer than so few tiles
-        for n in fitting(problem, items, problem.tiles, at_once):
+        for n in cluster_splits(problem, items, problem.tiles, at_once):
             yield Clusters(heads, n, n)
         if not problem.uneven and not plain:
             most = min(problem.gpu.sms // max(1, items), MAX_CLUSTER)

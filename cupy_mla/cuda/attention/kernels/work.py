@@ -78,7 +78,7 @@ def shares(problem: Problem, items: int, shared: bool = False) -> Counted:
     return SHARES[shared], (1, share, share * problem.pairs, max(0.0, 1 / share - 1) if items else 0)
 
 
-def fitting(problem: Problem, items: int, parts: int, at_once: Sequence[int]) -> list[int]:
+def cluster_splits(problem: Problem, items: int, parts: int, at_once: Sequence[int]) -> list[int]:
     """The numbers of splits that may be the fastest, each item's in one cluster, with all clusters running at a time:
     the two largest of `split_numbers`, and for unequal lists the largest that is possible. Measured, no smaller number
     was the fastest.
