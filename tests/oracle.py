@@ -358,9 +358,16 @@ def assert_close(got: np.ndarray, want: np.ndarray, result: str) -> None:
         assert difference < cosine, f"{result}: cosine difference {difference:.3g}, allowed {cosine:.3g}"
 
 
-def assert_close_to_sum(got: np.ndarray, want: np.ndarray, squares: np.ndarray, cosine: float, result: str) -> None:
+def assert_close_to_sum(
+    got: np.ndarray, want: np.ndarray, squares: np.ndarray, cosine: float, result: str, rounding: float = 0.0
+) -> None:
     """Every element within `2**-7` of its value and 3 % of the root of the sum of its summands' squares; and the cosine
-    difference, where the sums do not cancel to less than 1e-5 of their summands."""
+    difference, where the sums do not cancel to less than 1e-5 of their summands.
+
+    Args:
+        rounding: the norm of the error that rounded summands may leave, however much of them cancels. The cosine
+            difference of an error so small may be larger.
+    """
     got = np.asarray(got, np.float64)
     assert got.shape == want.shape, f"{result}: shape {got.shape}, expected {want.shape}"
     assert np.isfinite(got).all(), f"{result}: {(~np.isfinite(got)).sum()} of {got.size} not finite"
@@ -368,7 +375,7 @@ def assert_close_to_sum(got: np.ndarray, want: np.ndarray, squares: np.ndarray, 
     bad = error > allowed
     assert not bad.any(), f"{result}: {bad.sum()} of {bad.size} elements out of bounds, first at {_first(bad)}"
     least = 1e-5 * np.sqrt(squares.sum())  # of a list of one row all cancels, and what is left has no direction
-    if min(np.linalg.norm(error), np.linalg.norm(want)) > least:
+    if min(np.linalg.norm(error), np.linalg.norm(want)) > least and np.linalg.norm(error) > rounding:
         difference = cosine_difference(got, want)
         assert difference < cosine, f"{result}: cosine difference {difference:.3g}, allowed {cosine:.3g}"
 

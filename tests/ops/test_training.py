@@ -3,6 +3,8 @@ differences."""
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -19,6 +21,7 @@ from ..training import (
     check,
     check_bits_whatever,
     check_dense,
+    check_gradient,
     check_loss,
     check_target,
     inputs,
@@ -48,12 +51,45 @@ def test_finite_differences(rng, relu, per_token):
             assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(wanted[name].value[at], rel=1e-5, abs=1e-8), name
 
 
+@pytest.mark.parametrize(
+    ("heads", "fault"),
+    [
+        *itertools.product((1, 20), (None, "lost summand", "doubled summand", "what no element shows")),
+        (20, "wrong scale"),
+    ],
+)
+@pytest.mark.parametrize("relu", [True, False])
+def test_check_of_dw(rng, heads, relu, fault):
+    """It allows that each dI is rounded to bfloat16, and finds faults that are greater."""
+    a = with_everything(rng, of_all_sizes(rng, inputs(rng, 5, heads, 60, 90, relu=relu)))
+    want = oracle.gradients(a)["dw"]
+    got = np.zeros_like(want.value)
+    i = int(want.squares.sum(axis=1).argmax())
+    for n in (n for n in range(5) if len(a.support(n))):
+        _, z, p, pred, *_ = oracle.token(a, n)
+        d_scores = a.coeff / a.divisor() * (pred - p)
+        summands = d_scores.astype(BF16).astype(np.float64) * (np.maximum(z, 0) if relu else z)
+        largest = np.abs(summands).sum(axis=0).argmax()
+        if n == i and "summand" in str(fault):
+            summands[:, largest] *= 0 if fault == "lost summand" else 2
+        got[n] = summands.sum(axis=1)
+    if fault is None:
+        check_gradient(got, want, "dw")
+        return
+    if fault == "wrong scale":  # of one head
+        got[np.unravel_index(np.abs(got).argmax(), got.shape)] *= 1.25
+    elif fault == "what no element shows":
+        got = want.value + 0.029 * np.sqrt(want.squares) * rng.choice([-1, 1], got.shape)
+    with pytest.raises(AssertionError, match="cosine" if fault == "what no element shows" else "dw"):
+        check_gradient(got, want, "dw")
+
+
 # --- results --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("tokens", "heads", "topk", "keys"),
-    [(1, 1, 1, 1), (3, 8, 63, 40), (2, 40, 100, 300), (3, 64, 130, 77), (2, 128, 300, 500)],
+    [(1, 1, 1, 1), (40, 1, 300, 100), (3, 8, 63, 40), (2, 40, 100, 300), (3, 64, 130, 77), (2, 128, 300, 500)],
 )
 def test_sizes(kind, rng, tokens, heads, topk, keys):
     check(kind, inputs(rng, tokens, heads, keys, topk))
