@@ -953,7 +953,7 @@ def test_absolute_figures(module, monkeypatch, tmp_path):
 def test_the_readme_shows_eight_groups_of_the_first_gpu(module, monkeypatch, tmp_path):
     report = module("report")
     first, _, _ = report.readme().partition(report.ROW_FORMATS)
-    assert len(re.findall(r"^\| [a-z].* \| \w+ \| [0-9a-f]{7} \|", first, re.M)) == 8
+    assert len(re.findall(r"^\| [A-Za-z].* \| \w+ \| [0-9a-f]{7} \|", first, re.M)) == 8
     assert report.readme().count(".png") == 1
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     row = {"case": "select_decode 3 x 9", "ratio": 2.0}
