@@ -134,6 +134,42 @@ def test_positions_are_those_of_float64_logits(
     np.testing.assert_array_equal(valid_first(np.sort(got)) if exact else got, batch.want)
 
 
+def test_logits_take_no_more_memory_than_vllm_allows(adapter, rng, monkeypatch) -> None:
+    """`VLLM_SPARSE_INDEXER_MAX_LOGITS_MB`, for decodes and for prefills."""
+    ours, most = adapter.indexer, []
+    for name in ("select_rows", "select_rows_paged"):
+        select = getattr(ours, name)
+        monkeypatch.setattr(
+            ours, name, lambda *a, select=select, **k: (most.append(k["max_workspace_bytes"]), select(*a, **k))[1]
+        )
+    batch = Batch(rng, [1, 1, 7])
+    made(adapter, batch.lists)
+    monkeypatch.setattr(loaded("vllm.envs"), "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", 3)
+    batch.choose()
+    assert most == [3 << 20] * 3  # two chunks of the prefill, and the decodes
+
+
+def test_a_buffer_of_wider_lists(adapter, rng) -> None:
+    """What lies behind the layer's topk columns stays."""
+    batch = Batch(rng, [1, 1, 7])
+    batch.lists = torch.full((len(batch.lists), K + 3), -5, dtype=torch.int32)
+    batch.lists[:, :K] = -1
+    made(adapter, batch.lists)
+    batch.choose()
+    np.testing.assert_array_equal(batch.lists[:, :K].numpy(), batch.want)
+    assert (batch.lists[:, K:] == -5).all()
+
+
+def test_keys_that_an_earlier_chunk_has_gathered_are_not_gathered_again(adapter, rng) -> None:
+    batch = Batch(rng, [9])
+    made(adapter, batch.lists)
+    _, second = batch.metadata.prefill.chunks
+    second.skip_kv_gather = True
+    second.block_table = second.block_table.flip(1)  # a wrong one
+    batch.choose()
+    np.testing.assert_array_equal(batch.lists.numpy(), batch.want)
+
+
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 1, 2], [2, 2, 0]], ids=str)
 def test_tokens_that_pad_decodes_choose_nothing(adapter, rng, query_lens: list[int]) -> None:
     """vLLM may count them among the tokens of decodes, of no request."""
