@@ -105,10 +105,11 @@ def fits(problem: Problem, division: Any) -> bool:
 
 
 def work(problem: Problem, division: Any) -> Work:
-    """The work of a division: the mean of calls where some queries are grouped and others are not."""
+    """The work of a division: the mean of calls where some queries are grouped and others are not. Calls with fewer
+    groups than SMs are of another kind: their lists were measured without locality, and nearly no query is grouped."""
     items = ceil_div(problem.queries, division.queries)
     measured = 8 if division.queries >= 8 else 4 if division.queries >= 4 else 2
-    return ("groups of", measured), *shares(problem, items)
+    return ("few" * (items < problem.gpu.sms), "groups of", measured), *shares(problem, items)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
