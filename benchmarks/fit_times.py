@@ -9,21 +9,23 @@ down the gradient of what is to be small: how much slower the chosen candidate i
 of sparse attention is still slower by more than `EXCEPTION`, a row says how much less time the fastest takes for that
 call.
 
-What was measured on the other GPU alone, a kernel or all of a GPU without such a record, has the times of that one,
-scaled by the GPU's other records.
+What was measured on the other GPU alone, a kind of work, a kernel, or all of a GPU without such a record, has the times
+of that one, scaled: by the GPU's candidates of other kinds of that kernel, or, where it has none, by its other records.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from recorded import FOLDERS, Measured, candidates, kernels_of, other_records
 
-from cupy_mla.cuda.attention.problem import DenseProblem
+from cupy_mla.cuda.attention.divide import Division
+from cupy_mla.cuda.attention.problem import DenseProblem, Problem
 from cupy_mla.cuda.attention.times import size_of, text_of
 
 TIMES = Path(__file__).resolve().parent.parent / "cupy_mla" / "cuda" / "attention" / "times"
@@ -169,12 +171,20 @@ def fit(rows: list[Measured]) -> tuple[Fitted, Exceptions]:
     return fitted, exceptions
 
 
+def measured(name: str) -> Iterator[tuple[Problem | DenseProblem, str, Division, float]]:
+    """All candidates of a GPU, and of its other records those of kernels that are no candidates there, in us."""
+    rows = [row for record in RECORDS for row in candidates(name, record)]
+    yield from ((row.problem, *way, us) for row in rows for way, us in row.us.items())
+    known = {kernel for row in rows for kernel, _ in row.us}
+    yield from (row for row in other_records(name) if row[1] not in known)
+
+
 def scaled(fitted: Fitted, name: str) -> Fitted:
-    """Times of another GPU, those of decode scaled to the records of this one: for each kernel, or all of TOGETHER, the
-    times at load, which are those of memory, and all others. Rows of prefills come from L2, and cards of one kind do
-    not differ there."""
+    """Times of another GPU, those of decode scaled to what was `measured` on this one: for each kernel, or all of
+    TOGETHER, the times at load, which are those of memory, and all others. Rows of prefills come from L2, and cards of
+    one kind do not differ there."""
     shares: dict[str, list[tuple[float, float, float]]] = {}
-    for problem, kernel, division, us in other_records(name):
+    for problem, kernel, division, us in measured(name):
         words, of_work, amounts = kernels_of(problem)[kernel].work(problem, division)
         known = fitted.get(kernel, {}).get(text_of(words))
         if known is not None and (isinstance(problem, DenseProblem) or not problem.prefill):
@@ -235,9 +245,11 @@ def main() -> None:
         for other in (other for other in fits if other != name):
             lacked = missing(fitted, fits[other][0])
             if lacked:
-                which = f"{', '.join(sorted(lacked))} from " if fitted else ""
+                which = ", ".join(f"parts of {k}" if k in fitted else k for k in sorted(lacked)) + " from "
+                which = which if fitted else ""
                 source += f"{'; ' * bool(source)}{which}{other}'s, scaled to the records of {name}"
-            for kernel, kinds in scaled(lacked, name).items():
+            known = {kernel: fits[other][0][kernel] for kernel in lacked}  # its other kinds help to scale a kernel
+            for kernel, kinds in missing(fitted, scaled(known, name)).items():
                 fitted[kernel] = {**fitted.get(kernel, {}), **kinds}
         write(name, source, dict(sorted(fitted.items())), exceptions)
 

@@ -15,7 +15,6 @@ from cases import numbers
 from cupy_mla.cuda.attention import dense
 from cupy_mla.cuda.attention.choose import KERNELS, choose
 from cupy_mla.cuda.attention.divide import Division, division
-from cupy_mla.cuda.attention.kernels import fp8_sm90
 from cupy_mla.cuda.attention.problem import DenseProblem, Problem
 from cupy_mla.cuda.driver import Gpu, Launchable
 from cupy_mla.cuda.paging import ceil_div
@@ -23,7 +22,7 @@ from cupy_mla.layouts import BF16_512, BF16_576, PLAIN_FP8_576, V4_FP8, V32_FP8
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FOLDERS = {"h200": RESULTS, "h100": RESULTS / "h100"}  # where the records of a GPU lie, by the name of its times
-GONE = re.compile(r"^few_heads_sm90|counted=")  # what records call kernels and divisions that are gone since
+GONE = re.compile(r"^few_heads_sm90|counted=")  # kernels and divisions of `other_records` that are gone since
 LAYOUTS = {"V32": V32_FP8, "V4": V4_FP8, "bf16": BF16_576}
 
 
@@ -94,20 +93,11 @@ def way_of(text: str) -> tuple[str, Division]:
     return kernel, division(divided)
 
 
-def as_now(problem: Problem | DenseProblem, way: tuple[str, Division], us: float) -> tuple[tuple[str, Division], float]:
-    """A candidate of a record that was made when `fp8_sm90` had 32 heads a CTA also for queries with up to 16."""
-    kernel, of = way
-    least = fp8_sm90.cta_heads(problem.heads)[0]
-    if kernel != "fp8_sm90" or getattr(of, "heads", least) <= least or least >= fp8_sm90.TIMED_HEADS:
-        return way, us
-    return (kernel, of._replace(heads=least)), fp8_sm90.OF_FEWER * us  # type: ignore[attr-defined]
-
-
 def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     """The rows of a record of candidates of a GPU; none where there is no such record.
 
-    What is `GONE` is left out. `dense_candidates` has those of dense attention. `candidates_held_out` and
-    `dense_candidates_held_out` have other calls, of other runs: no times are fitted to them.
+    `dense_candidates` has those of dense attention. `candidates_held_out` and `dense_candidates_held_out` have other
+    calls: no times are fitted to them.
     """
     path = FOLDERS[name] / f"{record}.json"
     if not path.exists():
@@ -116,9 +106,7 @@ def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     gpu, found = gpu_of(record), {}
     for row in record["rows"]:
         problem = (dense_problem_of if row["kind"] in DENSE_LAYOUTS else problem_of)(gpu, row)
-        us = dict(as_now(problem, way_of(text), time) for text, time in row["us"].items() if not GONE.search(text))
-        if not us:
-            continue
+        us = {way_of(text): time for text, time in row["us"].items()}
         new = Measured(problem, us, row.get("kernel", ""), row["kind"])
         key = new.problem, new.kernel, row.get("lists"), row.get("rows")
         before = found.get(key, new)  # a call that was measured twice: the mean of what both rows have

@@ -289,7 +289,7 @@ def of_queries(arrays: dict[str, Any], s_q: int) -> dict[str, Any]:
 
 def test_a_graph_serves_every_size(gpu, first):
     """Grids do not depend on the number of queries."""
-    calls = [of_queries(grouped(), s_q) for s_q in (512, 500, 400)]
+    calls = [of_queries(grouped(), s_q) for s_q in (512, 500, 480)]
     one_by_one = []
     for arrays in calls:
         forget_calls()

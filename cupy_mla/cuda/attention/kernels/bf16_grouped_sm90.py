@@ -38,6 +38,7 @@ REST_FEW_HEADS = 16
 MOST_ROWS_FEW_HEADS, MOST_ROWS = 0.71, 0.86
 
 LEAST_BUSY = 0.5  # the part of the GPU that groups must keep busy
+FEW = 0.75  # of the number of SMs: fewer groups than that are few
 
 # The least sm_scale: a row is masked by a logit of -2^120, which must still be far below all others when it is scaled.
 LEAST_SCALE = 2.0**-60
@@ -105,10 +106,12 @@ def fits(problem: Problem, division: Any) -> bool:
 
 
 def work(problem: Problem, division: Any) -> Work:
-    """The work of a division: the mean of calls where some queries are grouped and others are not."""
+    """The work of a division: the mean of calls where some queries are grouped and others are not. Calls of few groups
+    are of another kind: they were measured without locality, so that nearly no query is grouped."""
     items = ceil_div(problem.queries, division.queries)
     measured = 8 if division.queries >= 8 else 4 if division.queries >= 4 else 2
-    return ("groups of", measured), *shares(problem, items)
+    few = items < FEW * problem.gpu.sms
+    return ("few" * few, "groups of", measured), *shares(problem, items)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

@@ -51,8 +51,6 @@ from .work import cluster_splits, in_rounds, rounds_of, shares, split, whole
 LAYOUTS_OF_FP8 = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512, V32_NOPE_FP8, V41_FP8, V41_FP8_SPLIT)
 LAYOUTS = (*LAYOUTS_OF_FP8, V32_NVFP4, V4_NVFP4)
 HEADS = (16, 32, 64)  # heads a CTA is built for
-# CTAs of 16 heads have no times of their own: they take 0.9 of the time of 32 heads (0.86 to 0.92 on an H200).
-TIMED_HEADS, OF_FEWER = 32, 0.9
 DENSE_LINES = HEADS[1:]  # of a work item over rows of a block table
 RING = {16: 4, 32: 4, 64: 3}  # stages of a tile each, by heads of a CTA; kernels_cu/attention/fp8_sm90.cu
 UNEVEN_ITEM_COST = 8  # what an item of unequal lists costs beside its pairs, in eighths of a pair of tiles
@@ -181,7 +179,8 @@ def fits(problem: Problem, division: Any) -> bool:
 def work(problem: Problem, division: Any) -> Work:
     """The work of a division, see `work.py`."""
     heads, sms, tiles = division.heads, problem.gpu.sms, problem.tiles
-    items, shared = problem.items(heads), problem.heads > heads
+    items = problem.items(heads)
+    shared = problem.heads > heads > min(HEADS)  # CTAs of the fewest heads have no such times: they take all of a query
     kind = "whole"
     if isinstance(division, Whole):
         names, amounts = whole(problem, items, problem.pairs, shared)
@@ -207,10 +206,7 @@ def work(problem: Problem, division: Any) -> Work:
         clustered = isinstance(division, Clusters)
         rounds = rounds_of(items, problem.gpu.clusters_at_once(cluster_kernel())[splits - 1] if clustered else sms)
         amounts = in_rounds(amounts, rounds)
-    layout = TIMED_AS.get(problem.layout, problem.layout)
-    if heads < TIMED_HEADS:
-        amounts = tuple(OF_FEWER * amount for amount in amounts)
-    return (layout.name, kind, max(heads, TIMED_HEADS), problem.lists), names, amounts
+    return (TIMED_AS.get(problem.layout, problem.layout).name, kind, heads, problem.lists), names, amounts
 
 
 def same_bits(division: Division) -> Iterator[Division]:
