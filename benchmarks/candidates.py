@@ -254,6 +254,8 @@ def prefill_calls(row: Row) -> Callable[[], list[Call]]:
 
 def measure(rng: random.Random, gpu: driver.Gpu, row: Row) -> Row:
     """The row with the times of its candidates."""
+    if gpu.capability != 90:  # no other kernel serves it
+        row = {**row, "kernel": "portable" if gpu.shared_kb >= portable.LARGE else "portable_99kb"}
     problem = problem_of(gpu, row)._replace(kernel=row.get("kernel", ""))
     chosen = choose(problem)[:2]
     found = list((portable_ways if problem.kernel else ways)(rng, problem))
@@ -298,12 +300,14 @@ def run(
         for module, kernel in (
             (fp8_sm90, fp8_sm90.cluster_kernel()), (bf16_cluster_sm90, bf16_cluster_sm90.cluster_kernel()),
         )
+        if kernel.suits(gpu.capability)
     }  # fmt: skip
     path = Path(os.environ.get("OUT", RESULTS)) / f"{name}.json"
     rows: list[Row] = []
 
     def write() -> None:
-        head = {**environment(), "seed": seed, "sms": gpu.sms, "shared_kb": gpu.shared_kb, "clusters_at_once": at_once}
+        head = {**environment(), "seed": seed, "capability": gpu.capability, "sms": gpu.sms, "shared_kb": gpu.shared_kb}
+        head["clusters_at_once"] = at_once
         lines = ",\n".join(json.dumps(row) for row in rows)
         path.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n]\n}}\n')
 

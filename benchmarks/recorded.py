@@ -21,7 +21,8 @@ from cupy_mla.cuda.paging import ceil_div
 from cupy_mla.layouts import BF16_512, BF16_576, PLAIN_FP8_576, V4_FP8, V32_FP8
 
 RESULTS = Path(__file__).resolve().parent / "results"
-FOLDERS = {"h200": RESULTS, "h100": RESULTS / "h100"}  # where the records of a GPU lie, by the name of its times
+# Where the records of a GPU lie, by the name of its times: those of other GPUs than the first in folders of that name.
+FOLDERS = {"h200": RESULTS} | {path.parent.name: path.parent for path in sorted(RESULTS.glob("*/*.json"))}
 GONE = re.compile(r"^few_heads_sm90|counted=")  # kernels and divisions of `other_records` that are gone since
 LAYOUTS = {"V32": V32_FP8, "V4": V4_FP8, "bf16": BF16_576}
 
@@ -62,8 +63,8 @@ def kernels_of(problem: Problem | DenseProblem) -> dict[str, ModuleType]:
 
 def gpu_of(record: dict[str, Any]) -> RecordedGpu:
     """The GPU of a record of candidates."""
-    at_once = tuple(record["clusters_at_once"]["fp8_sm90"])
-    return RecordedGpu(0, record["sms"], 90, record["shared_kb"], record["gpu"], at_once)
+    at_once = tuple(record["clusters_at_once"].get("fp8_sm90", ()))
+    return RecordedGpu(0, record["sms"], record["capability"], record["shared_kb"], record["gpu"], at_once)
 
 
 def problem_of(gpu: Gpu, row: dict[str, Any]) -> Problem:
@@ -121,8 +122,9 @@ OTHERS = (
 
 def other_records(name: str) -> Iterator[tuple[Problem | DenseProblem, str, Division, float]]:
     """Calls of a GPU's other records, each with the one kernel and division that was measured, in microseconds."""
-    # Both cards have as many SMs, and run as many clusters.
-    gpu = replace(gpu_of(json.loads((FOLDERS["h100"] / "candidates.json").read_text())), name=name.upper())
+    heads = (folder / "candidates.json" for folder in (FOLDERS[name], RESULTS))  # the first GPU's where it has none
+    head = next(path for path in heads if path.exists())
+    gpu = replace(gpu_of(json.loads(head.read_text())), name=name.upper())
     for path in (FOLDERS[name] / f"{record}.json" for record in OTHERS):
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
             known = "valid" not in row and "drawn" not in row["case"]  # else rows are fewer than the call says

@@ -87,3 +87,42 @@ def test_the_record_is_read_as_calls_of_dense_attention(module, monkeypatch, tmp
         for kernel, division in row.us:
             assert KERNELS[kernel].fits(row.problem, division)
     assert sum(data.offered) >= ROWS
+
+
+def test_another_gpu_needs_no_more_than_these_programs(module, monkeypatch, tmp_path):
+    """Of another generation, too: the portable kernel is measured, and gets times of that GPU."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("cupy")
+    program, recorded, fit_times = module("candidates"), module("recorded"), module("fit_times")
+    gpu = FakeGPU(monkeypatch, 108, 80)
+    times = iter(range(100, 10**6))
+
+    def graph_of(calls: Any) -> None:
+        gpu.used = 0
+        for call in calls:
+            call()
+
+    calls = ((kind, h, n) for n in (1, 2, 3) for kind, h in (("V32", 64), ("bf16", 8), ("bf16", 16)))
+    (folder := tmp_path / "a100").mkdir()
+    for changed, values in (
+        (program, {"graph_of": graph_of, "environment": lambda: {"gpu": "NVIDIA A100-SXM4-80GB"}, "TOKENS": 2048,
+                   "replay_times": lambda graphs, repeats: [float(next(times)) for _ in graphs],
+                   "load_kernels": lambda which: None,
+                   "drawn": lambda rng: (program.decode_row(rng, *call) for call in calls)}),
+        (torch.cuda, {"memory_reserved": lambda: 0}), (recorded, {"FOLDERS": {"a100": folder}}),
+        (fit_times, {"FOLDERS": {"a100": folder}, "TIMES": tmp_path, "STEPS": 5}),
+    ):  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setattr(changed, name, value)
+    monkeypatch.setenv("OUT", str(folder))
+    monkeypatch.setattr(sys, "argv", ["candidates.py", "--seconds", "1e9"])
+    with on_cpu():
+        program.main()
+    rows = list(recorded.candidates("a100"))
+    assert {row.problem.gpu.capability for row in rows} == {80}
+    assert {kernel for row in rows for kernel, _ in row.us} == {"portable"}
+    monkeypatch.setattr(sys, "argv", ["fit_times.py"])
+    fit_times.main()
+    written: dict[str, Any] = {}
+    exec((tmp_path / "a100.py").read_text(), written)
+    assert list(written["TIMES"]) == ["portable"]
