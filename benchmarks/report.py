@@ -91,6 +91,11 @@ TRAINING_TIMES = (
     "TileLang is as Megatron-Core ships it, with 32 heads a CTA, and with 64. Loss and warm-up, with 64 heads of the\n"
     "indexer and all gradients, are beside the backward of the attention over the same rows. Memory is beside results."
 )
+TRAINING_ACCURACY = (
+    "Distance of gradients to float64, ‖x − ref‖ / ‖ref‖, of causal random lists and unit normal values, or queries\n"
+    "four times as large. The reference has a softmax of its own. dq and dkv are bfloat16; one column has our dkv in\n"
+    "float32."
+)
 LONG_LIST = 4096  # entries of an index list, from which on its plots stand in a line of their own
 
 
@@ -204,6 +209,8 @@ def performance() -> str:
     parts += [DENSE_PLOT.format(path.relative_to(ROOT).with_suffix(".png")) for path in dense_records()]
     if lines := training():
         parts += ["## Training", TRAINING_TIMES, filled(lines)]
+    if lines := training_accuracy():
+        parts += ["## Accuracy of gradients", TRAINING_ACCURACY, filled(lines)]
     if load("accuracy")["rows"]:
         parts += ["## Accuracy", ACCURACY, accuracy_table()]
     if load("host_overhead")["rows"]:
@@ -233,6 +240,22 @@ def training() -> list[dict[str, str]]:
             tail = {"best / ours": f"{row['ratio']:.2f}", "TFLOP/s": field(row, "tflops", ".0f")}
             lines.append({**head, **ms, **tail, "memory, GB": field(row, "peak_gb", ".2f")})
     return lines
+
+
+def training_accuracy() -> list[dict[str, str]]:
+    """Rows by column of the distances of gradients to float64, on each GPU."""
+    kernels = {
+        "ours": "", "float32": "float32_", "portable": "portable_", "cuDNN": "cudnn_", "TileLang": "tilelang_",
+        "TileLang, 64": "tilelang_64_",
+    }  # fmt: skip
+    columns = {f"{of}, {name}": f"{key}{of}" for of in ("dq", "dkv") for name, key in kernels.items()}
+    return [
+        {"case": row["case"], "card": card(record), "commit": commit(record, [row])}
+        | {name: field(row, key, ".2e") for name, key in columns.items()}
+        for folder in folders()
+        for record in [load("training_accuracy", folder)]
+        for row in record["rows"]
+    ]
 
 
 def absolute() -> str:

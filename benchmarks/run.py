@@ -39,7 +39,8 @@ PROGRAMS = {
     "training": 360, "cache_ops": 240, "indexer": 180, "portable": 180, "decode_batches": 150, "host_overhead": 150,
     "layer": 150, "thresholds": 150, "served": 120, "formats": 120, "sparse_decode": 120, "sparse_prefill": 120,
     "indexer_v41": 120, "dense_decode": 120, "small_prefill": 120, "dense_fp8": 120, "dense_bandwidth": 120,
-    "short_contexts": 120, "batch_invariant": 120, "accuracy": 120, "context_parallel": 180,
+    "short_contexts": 120, "batch_invariant": 120, "accuracy": 120,
+    "training_accuracy": 120, "context_parallel": 180,
 }  # fmt: skip
 LIMIT = 600.0  # of all others
 LOAD = "load_kernels"

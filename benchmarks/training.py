@@ -15,7 +15,8 @@ Columns of a row of the backward, besides times in us:
 
     ratio      the best peer's time / ours
     tflops     2 * s * h * topk * (3 * 576 + 2 * 512) / ours; `valid` is the share of entries that lists have
-    dq, dkv    norm of the difference of the first peer's from ours, relative
+    dq, dkv    norm of the difference of the first peer's from ours, relative; `training_accuracy.py` has the
+               distances from float64
     same_bits  who gives the same dkv twice
     peak_gb    memory that a call of ours takes beside its results
 
@@ -79,10 +80,10 @@ def cases(quick: bool, long: bool) -> Iterator[Case]:
         yield from (Case("backward", s, h, "ascending") for h in MANY)
 
 
-def inputs(lists: torch.Tensor, h: int) -> Inputs:
-    """Unit normal q, kv and dout, with the out and lse of our forward."""
+def inputs(lists: torch.Tensor, h: int, factor: int = 1) -> Inputs:
+    """Unit normal kv and dout, and q so many times as large, with the out and lse of our forward."""
     s = len(lists)
-    q, kv, dout = normal(s, h, D_QK), normal(s, 1, D_QK), normal(s, h, D_V)
+    q, kv, dout = factor * normal(s, h, D_QK), normal(s, 1, D_QK), normal(s, h, D_V)
     out, _, lse = cupy_mla.sparse_prefill(q, kv, lists[:, None], SCALE)
     return Inputs(q, kv, lists, out, lse, dout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -83,12 +84,36 @@ def check_rows_of_slots(rows: np.ndarray, slots: np.ndarray, slot_mapping: np.nd
 
 
 def check_training(q: Any, kv: Any, rows: Any, want: list[bytes], kind: NumPy) -> None:
-    """The forward that keeps what a backward needs has the same bits, and gradients of the replayed lists."""
-    q, kv = q.detach().clone().requires_grad_(), kv.detach().clone().requires_grad_()
-    out, _, lse = cupy_mla.sparse_prefill(q, kv, rows, SCALE)
-    assert bits(kind, out, lse) == want
-    out.float().square().sum().backward()
-    assert all(x.grad.isfinite().all() and x.grad.any() for x in (q, kv))
+    """The forward that keeps what a backward needs has the same bits, also compiled and checkpointed, and gradients of
+    the replayed lists."""
+    torch, checkpoint = (importlib.import_module(name) for name in ("torch", "torch.utils.checkpoint"))
+    given = [x.detach().clone().requires_grad_() for x in (q, kv)]
+    found: list[list[bytes]] = []
+
+    def forward(q: Any, kv: Any) -> tuple[Any, Any]:
+        out, _, lse = cupy_mla.sparse_prefill(q, kv, rows, SCALE)
+        return out, lse
+
+    def noted(q: Any, kv: Any) -> tuple[Any, Any]:
+        results = forward(q, kv)
+        found.append(bits(kind, *results))
+        return results
+
+    def checkpointed(q: Any, kv: Any) -> tuple[Any, Any]:
+        with checkpoint.set_checkpoint_early_stop(False):  # so that the second forward returns
+            results: tuple[Any, Any] = checkpoint.checkpoint(noted, q, kv, use_reentrant=False)
+        return results
+
+    torch._dynamo.reset()
+    compiled, gradients = torch.compile(forward, fullgraph=True, backend="aot_eager"), []
+    for run in (forward, compiled, checkpointed):
+        out, lse = run(*given)
+        assert bits(kind, out, lse) == want, run
+        gradients.append(torch.autograd.grad(out.float().square().sum(), given))
+        assert all(x.isfinite().all() and x.any() for x in gradients[-1])
+    assert found == [want, want], "the second forward of a checkpoint"
+    assert all(bits(kind, *others) == bits(kind, *gradients[0]) for others in gradients)
+    torch._dynamo.reset()
 
 
 def bits(kind: NumPy, *arrays: Any) -> list[bytes]:

@@ -24,6 +24,7 @@ from cupy_mla.cuda import all_kernels
 from cupy_mla.ops.table import TABLE
 from cupy_mla.reference import attention, dense, logits, topk
 
+from . import oracle_backward
 from .kinds import make
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -887,13 +888,69 @@ def test_training_of_another_result_is_wrong(training, monkeypatch):
         training.main()
 
 
-def test_training_without_packs(training, monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["training", "training_accuracy"])
+def test_training_without_packs(training, module, monkeypatch, tmp_path, name):
+    program = module(name)
     monkeypatch.undo()
-    monkeypatch.setattr(training.backward_peers, "FOLDER", tmp_path / "none")
-    monkeypatch.setattr(sys, "argv", ["training.py"])
+    monkeypatch.setattr(program.backward_peers, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     with pytest.raises(SystemExit) as end:
-        training.main()
+        program.main()
     assert end.value.code == training.NO_PEER
+
+
+@pytest.fixture
+def training_accuracy(training, module, monkeypatch):
+    """The program at small sizes on the CPU."""
+    program = module("training_accuracy")
+    monkeypatch.setattr(program, "causal_lists", training.causal_lists)
+    few = {"TOPK": 16, "SIZES": (9, 40), "HEADS": (3, 4), "ELEMENTS": 7 * 4 * 40, "FARTHEST": {1: 2e-2, 4: 2e-2}}
+    for name, value in few.items():
+        monkeypatch.setattr(program, name, value)
+    monkeypatch.setattr(program, "load_kernels", lambda *a, **kw: None)
+    monkeypatch.setattr(sys, "argv", ["training_accuracy.py"])
+    return program
+
+
+def test_gradients_in_float64(training_accuracy, training):
+    """In chunks, they are the oracle's, which has neither `out` nor `lse`."""
+    a = training.inputs(training.causal_lists("random", 23, 16), 4)
+    q, kv, dout = (x.float().numpy() for x in (a.q, a.kv, a.dout))
+    want = oracle_backward.backward(
+        oracle_backward.Inputs(q, kv, a.lists[:, None].numpy(), training_accuracy.SCALE, dout)
+    )
+    for got, of in zip(training_accuracy.in_float64(a), want[:2], strict=True):
+        np.testing.assert_allclose(got.numpy(), of.value, rtol=0, atol=1e-12 * np.abs(of.value).max())
+    assert training_accuracy.distance(1.25 * a.kv, a.kv[:, 0].double()) == pytest.approx(0.25, rel=1e-2)
+
+
+def test_rows_of_the_accuracy_of_training(training_accuracy, training, module, monkeypatch, tmp_path):
+    """A row has each kernel that serves its heads, and a line in docs/performance.md."""
+    peers = [TrainingPeer("tilelang", training.backward), TrainingPeer("cudnn", training.backward, 1.125)]
+    monkeypatch.setattr(training.backward_peers, "peers", lambda folder: peers)
+    training_accuracy.main()
+    record = json.loads((tmp_path / "training_accuracy.json").read_text())
+    assert [row["case"] for row in record["rows"]] == [
+        f"gradients h {h} s {s} topk 16 q {factor}x" for s, factor in ((9, 1), (40, 1), (40, 4)) for h in (3, 4)
+    ]
+    for row in record["rows"]:
+        assert ("cudnn_dq" in row) == ("h 4" in row["case"])
+        for name in ("dq", "dkv"):
+            assert row[name] == row[f"portable_{name}"] == row[f"tilelang_{name}"]
+            assert 1e-3 < row[name] < 2e-2
+            assert row.get(f"cudnn_{name}", 0.125) == pytest.approx(0.125, abs=1e-2)
+        assert row["float32_dkv"] < row["dkv"]
+    report, last = module("report"), record["rows"][-1]
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    dq = [last[f"{name}dq"] for name in ("", "portable_", "cudnn_", "tilelang_")]
+    assert f"| {last['case']} | H100 | 0123456 | " + " | ".join(f"{x:.2e}" for x in dq) in report.performance()
+
+
+def test_gradients_far_from_float64_are_wrong(training_accuracy, monkeypatch):
+    monkeypatch.setattr(training_accuracy.backward_peers, "peers", lambda folder: [])
+    monkeypatch.setitem(training_accuracy.FARTHEST, 4, 1e-3)
+    with pytest.raises(SystemExit, match=r"h 4 s 40 topk 16 q 4x: farther from float64 than 0\.001"):
+        training_accuracy.main()
 
 
 def write_record(folder, name, gpu, *rows):

@@ -272,7 +272,8 @@ def sparse_attention(
 
     A token sees all tokens of its request up to itself, except padding. With a `PagedV4Cache` there must be no padding.
     Without a cache V4's padding may stand behind the tokens, and for the other models several sequences may be packed
-    into a request, whose `position_ids` then start over. Other masks are an error under `cupy_mla.set_checks`.
+    into a request, whose `position_ids` then start over. In V4 such sequences would see one another, as they do in
+    transformers' own attention. Other masks and positions are an error under `cupy_mla.set_checks`, and not without.
 
     A call of the model without a cache may pass `chosen_rows`, by layer the rows that its indexer would choose, as
     `recorded_rows` records them in a pass with a cache.

@@ -235,7 +235,7 @@ class PagedV4Cache(Cache):
 
 class UncachedV4Rows(Uncached):
     """Rows of one forward pass of a layer, of tokens and compressed. It is used in passes without a cache, where a
-    `PagedV4Layer` is used with one. Padding may stand behind the tokens.
+    `PagedV4Layer` is used with one. Padding may stand behind the tokens. Each request is one sequence.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class UncachedV4Rows(Uncached):
         self.ratio: int = 0 if attention.compressor is None else attention.compressor.compress_rate
         if arrays.CHECK_VALUES:
             if not (position_ids == torch.arange(hidden_states.shape[1], device=position_ids.device)).all():
-                raise ValueError("position_ids: expected those of tokens without padding before them")
+                raise ValueError("position_ids: expected those of one sequence, without padding before its tokens")
             if not self.tokens[:, 0].all() or (self.tokens.int().diff(dim=-1) > 0).any():
                 raise ValueError("attention_mask: expected one without padding before tokens")
 

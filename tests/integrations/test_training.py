@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.training import inputs, with_everything
 
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
+TorchDispatchMode = pytest.importorskip("torch.utils._python_dispatch").TorchDispatchMode
 training = pytest.importorskip("cupy_mla.integrations.training")
 
 pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
@@ -340,3 +342,65 @@ def test_heads_of_two_processes(rng, tmp_path):
 @pytest.mark.gpu
 def test_heads_of_two_gpus(rng, tmp_path):
     check_heads_of_two_processes(kinds.make("torch_cuda"), rng, tmp_path, "nccl")
+
+
+class Sizes(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that any operation returns, and any memory that is asked for."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(results):
+            if isinstance(x, torch.Tensor):
+                self.note(x)
+        return results
+
+    def note(self, x: Any) -> None:
+        span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        self.largest = max(self.largest, span)
+
+
+LONG = 1200  # tokens, more than a row has values: what is linear in them is smaller than their square
+
+
+def long_layer() -> list[Any]:
+    """q_index, k_index, w, q and kv of one head, which want gradients."""
+    shapes = ((LONG, 1, 128), (LONG, 128), (LONG, 1), (LONG, 1, 576), (LONG, 1, 576))
+    dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def test_sparse_stage_has_no_array_of_all_pairs():
+    """Attention and loss, forward and backward: no tensor has a number for each token and row."""
+    given = long_layer()
+    *learned, q, kv = given
+    place, back = torch.arange(LONG)[:, None], torch.arange(8)
+    lists = (place - back).int()[:, None]
+    with Sizes() as sizes:
+        out, _, lse = cupy_mla.sparse_prefill(q, kv, lists, 0.1)
+        loss = training.sparse_indexer_loss(*learned, q, kv, lists, lse, 0.1)
+        torch.autograd.grad(training.attach_loss(out, loss).float().square().sum(), given)
+    assert LONG * 576 <= sizes.largest < LONG * LONG // 2
+
+
+def test_warm_up_has_no_array_of_all_pairs(gpu, monkeypatch):
+    """Neither among torch's tensors nor in what the calls allocate on a GPU, but for workspaces, whose limit
+    `tests/cuda/test_row_sums.py` checks."""
+    *learned, q, kv = long_layer()
+    starts, ends = torch.zeros(LONG, dtype=torch.int32), torch.arange(1, LONG + 1, dtype=torch.int32)
+    of_calls, empty = Sizes(), type(gpu)._empty
+
+    def noted(fake: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
+        made = empty(fake, shape, strides, dtype)
+        of_calls.note(made)
+        return made
+
+    monkeypatch.setattr(type(gpu), "_empty", noted)
+    with Sizes() as sizes:
+        loss = training.warmup_loss(*learned, q, kv, 0.1, starts, ends, target_bytes=4 * 40 * LONG)
+        torch.autograd.grad(loss, learned)
+    launches = Counter(launch.kernel.name for launch in gpu.log if launch.kernel)
+    assert launches["attention_target"] == LONG // 40
+    assert of_calls.largest == 40 * LONG
+    assert sizes.largest < LONG * LONG // 2

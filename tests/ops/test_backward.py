@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 import cupy_mla
+from cupy_mla.arguments import PrefillBackward
+from cupy_mla.reference import backward as reference
 
 from .. import backward, oracle_backward
-from ..backward import FLOAT32, bits, check, check_bits_whatever, check_same_bits, inputs, with_everything
+from ..backward import (
+    FLOAT32,
+    bits,
+    check,
+    check_bits_whatever,
+    check_same_bits,
+    derivative,
+    inputs,
+    with_everything,
+)
 from ..cases import sinks
 from ..kinds import BF16, NumPy, make
 from ..oracle_backward import Inputs
@@ -31,7 +45,7 @@ def small(rng: np.random.Generator) -> Inputs:
 
 def test_finite_differences(rng):
     """The closed form is the derivative of the forward."""
-    a, step = small(rng), 1e-5
+    a = small(rng)
     gradients = {"q": 0, "kv": 1, "sink": 2}
     found = [g.value for g in oracle_backward.backward(a)]
     for name, number in gradients.items():
@@ -41,13 +55,48 @@ def test_finite_differences(rng):
             if not np.isfinite(array[at]):
                 assert found[number][at] == 0
                 continue
-            ends = []
-            for sign in (1, -1):
+
+            def loss(by: float, name: str = name, array: np.ndarray = array, at: tuple[int, ...] = at) -> float:
                 moved = array.copy()
-                moved[at] += sign * step
-                ends.append(oracle_backward.loss(a._replace(**{name: moved})))
+                moved[at] += by
+                return oracle_backward.loss(a._replace(**{name: moved}))
+
             got = found[number].reshape(array.shape)[at]
-            assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(got, rel=1e-6, abs=1e-7), f"{name}{at}"
+            assert derivative(loss, 1e-3) == pytest.approx(got, rel=1e-8, abs=1e-10), f"{name}{at}"
+
+
+def test_gradcheck(rng, monkeypatch):
+    """torch's own check of the NumPy backward, with its numbers in float64: it is the derivative of the forward."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(reference, "np", SimpleNamespace(**{**vars(np), "float32": np.float64}))
+    a = small(rng)
+    lists = a.indices.copy()
+    lists[:, 0, 0] = 3  # a token without a row has no finite lse
+    a = a._replace(indices=lists, length=np.maximum(a.length, 1))
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, kv: Any, sink: Any) -> tuple[Any, Any]:
+            of = a._replace(q=q.numpy(), kv=kv.numpy(), sink=sink.numpy())
+            outs, lses = zip(*(oracle_backward.forward(of, i) for i in range(len(a.q))), strict=True)
+            results = torch.from_numpy(np.stack(outs)), torch.from_numpy(np.stack(lses))
+            ctx.save_for_backward(q, kv, sink, *results)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any, d_lse: Any) -> tuple[Any, ...]:
+            q, kv, sink, out, lse, dout, d_lse = (x.numpy() for x in (*ctx.saved_tensors, dout, d_lse))
+            results = np.full_like(q, np.nan), np.full_like(kv, np.nan), np.full_like(sink, np.nan)
+            reference.sparse_prefill_backward(
+                PrefillBackward(
+                    q, kv[:, 0], a.indices[:, 0], out, lse, dout, a.scale, sink, a.length, d_lse, False, 1, *results
+                )
+            )
+            return tuple(map(torch.from_numpy, results))
+
+    sink = np.array([0.5, -1.0, 2.0])
+    given = [torch.from_numpy(np.ascontiguousarray(x)).requires_grad_() for x in (a.q, a.kv, sink)]
+    assert torch.autograd.gradcheck(Attention.apply, given, rtol=1e-6, atol=1e-8, fast_mode=True)
 
 
 # --- results --------------------------------------------------------------------------------------------------
@@ -183,14 +232,17 @@ def test_same_bits(kind, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("most", [2 << 30, 20 << 20], ids=["one chunk", "several"])
 @pytest.mark.parametrize(("h_q", "d_qk"), [(16, 576), (64, 576), (128, 512)])
-def test_same_bits_in_a_hundred_runs(rng, h_q, d_qk):
+def test_same_bits_in_a_hundred_runs(rng, h_q, d_qk, most):
     kind = make("torch_cuda")
     a = inputs(rng, 200, h_q, d_qk, 400, 300)
     q, kv, lists, dout, sink = (kind.put(x) for x in (a.q, a.kv, a.indices, a.dout, sinks(rng, h_q)))
     out, _, lse = cupy_mla.sparse_prefill(q, kv, lists, a.scale, attn_sink=sink)
     kind.check_bits_on_any_stream(
-        lambda: cupy_mla.sparse_prefill_backward(q, kv, lists, out, lse, dout, a.scale, attn_sink=sink)
+        lambda: cupy_mla.sparse_prefill_backward(
+            q, kv, lists, out, lse, dout, a.scale, attn_sink=sink, max_workspace_bytes=most
+        )
     )
 
 
