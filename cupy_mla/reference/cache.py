@@ -12,6 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 from ..dtypes import BFLOAT16, E4M3, E4M3_MAX, E8M0, FLOAT32
 from ..layouts import LEAST_SCALE, Layout
 from . import mxfp4, nvfp4
+from .quant import to_e4m3
 
 FLT_MIN = np.finfo(np.float32).tiny
 AMAX_FLOOR = 1e-4  # power-of-two scales are made of at least this, so that none is 0
@@ -189,10 +190,9 @@ def _ceil_log2(x: np.ndarray) -> np.ndarray:
 
 
 def _quantize(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """E4M3 bytes [n, d_nope] of values / scales, rounded to nearest even, saturated; NaN stays NaN."""
-    scaled = np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX)
+    """E4M3 bytes [n, d_nope] of values / scales, rounded to nearest even, saturated; NaN is 0x7F."""
     n, tiles, tile = values.shape
-    return scaled.astype(E4M3).view(np.uint8).reshape(n, tiles * tile)
+    return to_e4m3(values / scales[..., None]).view(np.uint8).reshape(n, tiles * tile)
 
 
 def _rope_bytes(layout: Layout, rows: np.ndarray) -> np.ndarray:
