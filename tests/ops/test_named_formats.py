@@ -1,4 +1,5 @@
-"""Layouts of 2026, some of which a call must name, for rows of their size may be another's; scales of 0; an oracle."""
+"""Layouts of 2026, some of which a call must name, for rows of their size may be another's; every bf16 value in every
+layout with scales in its rows; scales of 0; an oracle."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ import cupy_mla
 
 from .. import oracle
 from ..cases import (
+    block_bytes,
     check_decode,
     check_result,
+    empty_cache,
     latent,
     off_zero,
     paged,
@@ -24,17 +27,19 @@ from ..cases import (
 )
 from ..dense import assert_dense, dense_oracle, in_cache
 from ..dense import off_zero as off_zero_dense
-from ..kinds import BF16, NumPy, poisoned
+from ..kinds import BF16, NumPy, allocation, poisoned
 from ..vectors import LATENT, ROPE, told
 
 OF_528 = (oracle.V32_NOPE, oracle.V41, oracle.V41_SPLIT)  # bytes; e4m3 values
 FORMATS = (*OF_528, oracle.V32_NVFP4, oracle.V4_NVFP4)
 CACHES = (*FORMATS, *oracle.V41_FP4S)
-OF_V4 = (oracle.V41, oracle.V41_SPLIT, oracle.V4_NVFP4, *oracle.V41_FP4S)
+WRITTEN = (oracle.V32, oracle.V4, *CACHES)  # under scales of their own
+OF_V4 = (oracle.V4, oracle.V41, oracle.V41_SPLIT, oracle.V4_NVFP4, *oracle.V41_FP4S)
 FLOORS = {"fp32": 2.0**-22, "quotient": 2.0**-13}  # of UE8M0 scales
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 every_528 = pytest.mark.parametrize("fmt", OF_528, ids=lambda fmt: fmt.name)
 every_cache = pytest.mark.parametrize("fmt", CACHES, ids=lambda fmt: fmt.name)
+every_written = pytest.mark.parametrize("fmt", WRITTEN, ids=lambda fmt: fmt.name)
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -43,17 +48,19 @@ def shown(value: Any) -> str:
     return getattr(value, "name", value)
 
 
-def scale_formats() -> list[tuple[oracle.Format, str]]:
+def scale_formats(formats: tuple[oracle.Format, ...]) -> list[tuple[oracle.Format, str]]:
     """What there is to choose for each format's scales."""
     other = {
+        oracle.V32: ("fp32", "ue8m0"),
         oracle.V32_NOPE: ("fp32", "ue8m0"),
         oracle.V32_NVFP4: ("up", "nearest"),
     }
     other |= dict.fromkeys((oracle.V4_NVFP4, *oracle.V41_FP4S), ("nearest",))
-    return [(fmt, scales) for fmt in CACHES for scales in other.get(fmt, ("fp32", "quotient"))]
+    return [(fmt, scales) for fmt in formats for scales in other.get(fmt, ("fp32", "quotient"))]
 
 
-every_scale_format = pytest.mark.parametrize(("fmt", "scale_format"), scale_formats(), ids=shown)
+every_scale_format = pytest.mark.parametrize(("fmt", "scale_format"), scale_formats(CACHES), ids=shown)
+every_writer = pytest.mark.parametrize(("fmt", "scale_format"), scale_formats(WRITTEN), ids=shown)
 
 
 def pack(kind: NumPy, fmt: oracle.Format, rows: np.ndarray, cache: Any, slots: np.ndarray, scale_format: str) -> None:
@@ -119,25 +126,41 @@ def test_vectors(kind, fmt, row, scale_format, expected):
     assert told(kind.take(cache).tobytes()) == expected
 
 
-every_fp4_writer = pytest.mark.parametrize(
-    ("fmt", "scale_format"), [pair for pair in scale_formats() if pair[0] in oracle.FP4[:-1]], ids=shown
-)
-
-
+@pytest.mark.long(part=4)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # signalling NaN
-@every_fp4_writer
+@every_writer
 def test_every_bf16_value(kind, rng, fmt, scale_format):
-    """As the largest of a tile, NaN and infinities too, above others of its size; and without a scale."""
-    count = -(-(2**15) * fmt.tile // fmt.nope)  # rows
+    """With either sign as the largest of a tile, NaN and infinities too, above others of its size, down to those that
+    become 0; and without a scale."""
+    count, spread = -(-(2**15) * fmt.tile // fmt.nope), 700 if fmt in oracle.FP4 else 2500  # rows; bf16 numbers
     bits = np.resize(np.arange(2**15), (count * fmt.nope // fmt.tile, 1))
-    bits = np.maximum(bits - rng.integers(0, 700, (len(bits), fmt.tile)) * (np.arange(fmt.tile) > 0), 0)
-    bits |= rng.integers(2, size=bits.shape) << 15
+    bits = np.maximum(bits - rng.integers(0, spread, (len(bits), fmt.tile)) * (np.arange(fmt.tile) > 1), 0)
+    signs = rng.integers(2, size=bits.shape)
+    signs[:, 1] = 1 - signs[:, 0]
     rope = np.resize(np.arange(2**16), (count, fmt.d_qk - fmt.nope))
-    rows = np.concatenate([bits.reshape(count, -1), rope], axis=1).astype(np.uint16).view(BF16)
-    cache = kind.put(poisoned((count, 1, fmt.token_bytes), np.uint8))
-    pack(kind, fmt, rows, cache, np.arange(count), scale_format)
-    want = [b"".join(oracle.pack_row(fmt, row, scale_format)) for row in rows]
-    np.testing.assert_array_equal(kind.take(cache).reshape(count, -1), [np.frombuffer(row, np.uint8) for row in want])
+    rows = np.concatenate([(bits | signs << 15).reshape(count, -1), rope], axis=1).astype(np.uint16).view(BF16)
+    cache = empty_cache(fmt, -(-count // 64), 64)
+    there, whole = kind.put_with_allocation(cache)
+    pack(kind, fmt, rows, there, np.arange(count), scale_format)
+    for t, row in enumerate(rows):
+        oracle.write_token(fmt, block_bytes(cache, t // 64), 64, t % 64, row, scale_format)
+    np.testing.assert_array_equal(kind.take(whole), allocation(cache))
+
+
+@every_written
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_are_read_back_as_nan(kind, rng, fmt, value):
+    """In FP8 a NaN is lost alone, infinity with its tile, whose scale is infinite; in FP4 the tile is. Others stay."""
+    rows = latent(rng, 2, fmt.d_qk)
+    rows[:, 70], rows[1] = 0, rows[0]
+    rows[1, 70] = value
+    cache = kind.put(empty_cache(fmt, 1, 2))
+    pack(kind, fmt, rows, cache, np.arange(2), "nearest" if fmt in oracle.FP4 else "fp32")
+    want, got = kind.take(cupy_mla.unpack_rows(cache, kind.put(np.arange(2)), layout=fmt.name))
+    assert np.isfinite(want).all()
+    first = 70 // fmt.tile * fmt.tile
+    want[slice(70, 71) if np.isnan(value) and fmt not in oracle.FP4 else slice(first, first + fmt.tile)] = np.nan
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("fmt", oracle.FP4, ids=shown)
