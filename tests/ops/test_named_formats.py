@@ -126,6 +126,23 @@ def test_vectors(kind, fmt, row, scale_format, expected):
     assert told(kind.take(cache).tobytes()) == expected
 
 
+@pytest.mark.parametrize(
+    ("row", "rope", "scale_format", "expected"),
+    [("A", 64, "ue8m0", ("fad879f6687bf271", "987b257b89e83f58")),
+     ("B", 64, "ue8m0", ("7000000000fe0000", "d400a1ae08504325")),
+     ("A", 0, "ue8m0", ("fad879f6687bf271", "5fc8c6546a728ee0")),
+     ("B", 0, "ue8m0", ("7000000000fe0000", "aa302ebda5baf77b")),
+     ("A", 0, "fp32", ("fbd97af8697df372", "953e348f89c9b562")),
+     ("B", 0, "fp32", ("7000000000fe0000", "3353f6f5ba093ac9"))],
+)  # fmt: skip
+def test_vectors_of_656_bytes(kind, row, rope, scale_format, expected):
+    """With RoPE, and of models without, whose part of the row is zeros."""
+    cache = kind.put(poisoned((1, 1, 656), np.uint8))
+    given = kind.put(LATENT[row][None].copy()), kind.put(ROPE[row][None, :rope].copy())
+    cupy_mla.concat_and_cache_mla(*given, cache, kind.put(np.array([0])), scale_format=scale_format)
+    assert told(kind.take(cache).tobytes()) == expected
+
+
 @pytest.mark.long(part=4)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # signalling NaN
 @every_writer
