@@ -85,7 +85,7 @@ def test_bytes(kind, rng, fmt, scale_format, tokens, num_blocks, block_size, gap
 
 
 @every_writer
-@given(SEEDS, st.integers(0, 40), st.integers(1, 5), st.sampled_from([1, 2, 7, 61, 64, 256]), st.integers(0, 2))
+@given(SEEDS, st.integers(0, 40), st.integers(1, 5), st.sampled_from([1, 2, 7, 61, 64, 128, 256]), st.integers(0, 2))
 def test_bytes_generated(kind, fmt, scale_format, seed, tokens, num_blocks, block_size, gap):
     rng = np.random.default_rng(seed)
     cache = empty_cache(fmt, num_blocks, block_size, gap)

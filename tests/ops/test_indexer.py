@@ -75,7 +75,7 @@ def packed_by_hand(keys: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "ue8m0", "mxfp4"])
-@pytest.mark.parametrize("block_size", [1, 2, 3, 64])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 64, 128, 256])
 @pytest.mark.parametrize("tokens", [0, 1, 63, 130])
 def test_pack(kind, rng, tokens: int, block_size: int, scale_format: str) -> None:
     num_blocks, gap = tokens // block_size + 2, int(rng.integers(0, 3))
@@ -121,7 +121,7 @@ def test_every_bf16_value(kind, rng, scale_format: str) -> None:
 
 
 @pytest.mark.parametrize("as_fp8", [False, True])
-@pytest.mark.parametrize("block_size", [1, 3, 64])
+@pytest.mark.parametrize("block_size", [1, 3, 64, 256])
 @pytest.mark.parametrize("lengths", [[1], [5, 0, 17], [130, 1], [2] * 300])
 def test_gather(kind, rng, block_size: int, lengths: list[int], as_fp8: bool) -> None:
     width = -(-max(lengths) // block_size)

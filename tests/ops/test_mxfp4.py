@@ -99,7 +99,7 @@ def check_widened(bytes_: np.ndarray, factor: float, codes: np.ndarray, scales: 
 
 
 @pytest.mark.parametrize("widened", [False, True])
-@pytest.mark.parametrize("block_size", [1, 3, 64])
+@pytest.mark.parametrize("block_size", [1, 3, 64, 256])
 @pytest.mark.parametrize("lengths", [[1], [5, 0, 17], [130, 1]])
 def test_gather(kind, rng, block_size: int, lengths: list[int], widened: bool) -> None:
     width = -(-max(lengths) // block_size)
@@ -113,7 +113,7 @@ def test_gather(kind, rng, block_size: int, lengths: list[int], widened: bool) -
     check_gather(kind, cache, table, np.concatenate([[0], np.cumsum(lengths)]), sum(lengths) + 1, widened)
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 64])
+@pytest.mark.parametrize("block_size", [1, 3, 64, 256])
 def test_unpack_rows(kind, rng, block_size: int) -> None:
     """What keys are as numbers; of a group whose scale is NaN, NaN."""
     cache = key_cache(5, block_size, int(rng.integers(0, 2)))

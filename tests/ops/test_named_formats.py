@@ -12,13 +12,16 @@ import cupy_mla
 
 from .. import oracle
 from ..cases import (
+    BLOCK_SIZES,
     block_bytes,
+    blocks_of,
     check_decode,
     check_result,
     empty_cache,
     latent,
     off_zero,
     paged,
+    paged_rows,
     poisoned_outputs,
     queries,
     scale_of,
@@ -80,22 +83,23 @@ def pack(kind: NumPy, fmt: oracle.Format, rows: np.ndarray, cache: Any, slots: n
 
 @every_scale_format
 def test_rows_are_packed(kind, rng, fmt, scale_format):
-    """All but the skipped tokens, to the byte; whatever lies beside them stays."""
-    block_size, tokens = int(rng.choice([1, 3, 64])), 40
-    rows = latent(rng, tokens, fmt.d_qk) * 2.0 ** rng.integers(-20, 20, (tokens, 1))
-    rows = rows.astype(BF16)
-    rows[1], rows[2, :128] = 0, 0
-    num_blocks = tokens // block_size + 2
-    slots = rng.permutation(num_blocks * block_size)[:tokens]
-    slots[3], slots[5] = -1, num_blocks * block_size
-    cache = kind.put(poisoned((num_blocks, block_size, fmt.token_bytes), np.uint8))
-    pack(kind, fmt, rows, cache, slots, scale_format=scale_format)
-    want = np.full((num_blocks, block_size * fmt.token_bytes), 0xFF, np.uint8)
-    for row, slot in zip(rows, slots, strict=True):
-        if 0 <= slot < num_blocks * block_size:
-            block, t = divmod(int(slot), block_size)
-            oracle.write_token(fmt, want[block], block_size, t, row, scale_format)
-    np.testing.assert_array_equal(kind.take(cache).reshape(want.shape), want)
+    """All but the skipped tokens, to the byte; whatever lies beside them stays, between blocks too."""
+    tokens = 20
+    for block_size in BLOCK_SIZES:
+        rows = latent(rng, tokens, fmt.d_qk) * 2.0 ** rng.integers(-20, 20, (tokens, 1))
+        rows = rows.astype(BF16)
+        rows[1], rows[2, :128] = 0, 0
+        num_blocks = tokens // block_size + 2
+        slots = rng.permutation(num_blocks * block_size)[:tokens]
+        slots[3], slots[5] = -1, num_blocks * block_size
+        cache = empty_cache(fmt, num_blocks, block_size, int(rng.integers(3)))
+        there, whole = kind.put_with_allocation(cache)
+        pack(kind, fmt, rows, there, slots, scale_format=scale_format)
+        for row, slot in zip(rows, slots, strict=True):
+            if 0 <= slot < num_blocks * block_size:
+                block, t = divmod(int(slot), block_size)
+                oracle.write_token(fmt, block_bytes(cache, block), block_size, t, row, scale_format)
+        np.testing.assert_array_equal(kind.take(whole), allocation(cache), f"blocks of {block_size}")
 
 
 @pytest.mark.parametrize(
@@ -203,19 +207,26 @@ def test_any_bytes_are_read(kind, rng, fmt):
 
 @every_cache
 def test_rows_are_unpacked(kind, rng, fmt):
-    of = paged(rng, fmt, 1, 1, 100, 16, gap=2)
-    capacity = of.cache.shape[0] * 16
-    slots = np.append(np.setdiff1d(np.arange(capacity), of.dead)[:20], [-1, capacity]).astype(np.int32)
-    got = cupy_mla.unpack_rows(kind.put(of.cache), kind.put(slots), layout=fmt.name)
-    want = np.append(oracle.named_rows(fmt, of.cache, slots[:20]), np.zeros((2, fmt.d_qk)), axis=0)
-    np.testing.assert_array_equal(check_result(kind, got, FLOAT32), want.astype(np.float32))
+    for block_size in BLOCK_SIZES:
+        num_blocks, capacity = 20 // block_size + 2, (20 // block_size + 2) * block_size
+        slots = rng.permutation(capacity)[: min(20, capacity)]
+        cache = paged_rows(rng, fmt, num_blocks, block_size, slots, int(rng.integers(3)))
+        want = np.append(oracle.named_rows(fmt, cache, slots), np.zeros((2, fmt.d_qk)), axis=0)
+        slots = np.append(slots, [-1, capacity]).astype(np.int32)
+        got = cupy_mla.unpack_rows(kind.put(cache), kind.put(slots), layout=fmt.name)
+        np.testing.assert_array_equal(check_result(kind, got, FLOAT32), want.astype(np.float32))
 
 
 @every_cache
 def test_rows_are_gathered(kind, rng, fmt):
     """Of V4's kind the last 20 of each request, of the other whole requests."""
-    lens, block_size = np.array([20, 0, 33], np.int32), 16
-    of = in_cache(rng, fmt, lens, block_size)
+    for block_size in BLOCK_SIZES:
+        check_gather(kind, rng, fmt, block_size, int(rng.integers(3)))
+
+
+def check_gather(kind, rng, fmt, block_size, gap):
+    lens = np.array([20, 0, 33], np.int32)
+    of = in_cache(rng, fmt, lens, block_size, gap=gap)
     out = kind.put(poisoned((3, 40, fmt.d_qk), BF16))
     arrays = [*map(kind.put, (of.cache, lens, of.table))]
     if fmt in OF_V4:
@@ -250,7 +261,9 @@ every_attention = pytest.mark.parametrize(  # NVFP4: one kernel apiece
 
 @every_attention
 def test_sparse_decode(kind, rng, fmt, h_q, num_splits):
-    main, extra = paged(rng, fmt, 3, 2, 130, 64, lengths=True), paged(rng, fmt, 3, 2, 40, 1)
+    (block, gap), (extra_block, extra_gap) = blocks_of(rng), blocks_of(rng)
+    main = paged(rng, fmt, 3, 2, 130, block, gap=gap, lengths=True)
+    extra = paged(rng, fmt, 3, 2, 40, extra_block, gap=extra_gap)
     check_both_caches(kind, rng, (fmt, fmt), (main, extra), h_q, num_splits)
 
 
@@ -265,7 +278,9 @@ every_pair = pytest.mark.parametrize(
 @every_pair
 def test_extra_cache_of_another_layout(kind, rng, fmt, extra_fmt, h_q, num_splits):
     """With tiles without rows in both lists, so that tiles of either are passed over."""
-    main, extra = paged(rng, fmt, 2, 2, 130, 64), paged(rng, extra_fmt, 2, 2, 150, 3, lengths=True)
+    (block, gap), (extra_block, extra_gap) = blocks_of(rng), blocks_of(rng)
+    main = paged(rng, fmt, 2, 2, 130, block, gap=gap)
+    extra = paged(rng, extra_fmt, 2, 2, 150, extra_block, gap=extra_gap, lengths=True)
     main.indices[0, :, 32:96] = main.indices[1, 1] = extra.indices[1, :, 32:64] = -1
     check_both_caches(kind, rng, (fmt, extra_fmt), (main, extra), h_q, num_splits, extra_layout=extra_fmt.name)
 
@@ -288,7 +303,8 @@ def check_both_caches(kind, rng, formats, caches, h_q, num_splits, **more):
 @every_format
 @pytest.mark.parametrize("h_q", [7, 64])
 def test_dense_decode(kind, rng, fmt, h_q):
-    of = in_cache(rng, fmt, [0, 130, 2], 64, 2)
+    block_size, gap = blocks_of(rng)
+    of = in_cache(rng, fmt, [0, 130, 2], block_size, 2, gap=gap)
     q = off_zero_dense(fmt, queries(rng, 3, 2, h_q, fmt.d_qk), of)
     with poisoned_outputs():
         results = cupy_mla.dense_decode(
