@@ -37,6 +37,12 @@ def test_every_bf16_value(kind, emulated, rng, fmt, scale_format):
     assert "pack" in emulated.launched
 
 
+@pytest.mark.parametrize("floor", [0, 2.0**-126, 2.0**-30, 1])
+def test_floor_of_float32_scales(kind, emulated, floor):
+    of_operation.test_floor_of_float32_scales(kind, floor)
+    assert "pack" in emulated.launched
+
+
 @pytest.mark.long(sample=2)
 @every_written
 def test_nan_infinity_and_any_bytes(kind, emulated, rng, fmt):

@@ -54,8 +54,8 @@ def shown(value: Any) -> str:
 def scale_formats(formats: tuple[oracle.Format, ...]) -> list[tuple[oracle.Format, str]]:
     """What there is to choose for each format's scales."""
     other = {
-        oracle.V32: ("fp32", "ue8m0"),
-        oracle.V32_NOPE: ("fp32", "ue8m0"),
+        oracle.V32: ("fp32", "no floor", "ue8m0"),
+        oracle.V32_NOPE: ("fp32", "no floor", "ue8m0"),
         oracle.V32_NVFP4: ("up", "nearest"),
     }
     other |= dict.fromkeys((oracle.V4_NVFP4, *oracle.V41_FP4S), ("nearest",))
@@ -75,6 +75,8 @@ def pack(kind: NumPy, fmt: oracle.Format, rows: np.ndarray, cache: Any, slots: n
     option = "scale_rounding" if fmt in oracle.FP4 else "scale_format"
     latent, rope = kind.put(rows[:, :512].copy()), kind.put(rows[:, 512:].copy())
     more = {"layout": fmt.name, option: scale_format}
+    if scale_format == "no floor":
+        more = {"layout": fmt.name, "scale_floor": 0}
     cupy_mla.concat_and_cache_mla(latent, rope, cache, kind.put(slots), **more)
 
 
@@ -166,6 +168,31 @@ def test_every_bf16_value(kind, rng, fmt, scale_format):
     for t, row in enumerate(rows):
         oracle.write_token(fmt, block_bytes(cache, t // 64), 64, t % 64, row, scale_format)
     np.testing.assert_array_equal(kind.take(whole), allocation(cache))
+
+
+@pytest.mark.parametrize("floor", [0, 2.0**-126, 2.0**-30, 1])
+def test_floor_of_float32_scales(kind, floor):
+    """A scale that is smaller, or no normal number, becomes the floor. Under a scale of 0 all codes are 0."""
+    least = 448 * 2.0**-126  # of a normal scale
+    largest = np.array([
+        0, -0.0, 2.0**-133, -(2.0**-126), least, -least * (1 - 2.0**-8), least * (1 + 2.0**-7), 448 * 2.0**-30,
+        -448 * 2.0**-31, 500 * 2.0**-31, 446 * 2.0**-30, 448, 446, 450, 1e30, -1e-3,
+    ])  # fmt: skip
+    values = np.zeros((len(largest), 128), np.float32)
+    values[:, 0], values[:, 1], values[:, 2], values[:, 3] = largest, -largest / 3, largest / 100, -0.0
+    tiles = values.astype(BF16).astype(np.float32)
+    cache = kind.put(poisoned((4, 1, 528), np.uint8))
+    cupy_mla.concat_and_cache_mla(
+        kind.put(tiles.reshape(4, 512).astype(BF16)), kind.put(np.zeros((4, 0), BF16)), cache,
+        kind.put(np.arange(4)), layout="v32_nope_fp8", scale_floor=floor,
+    )  # fmt: skip
+    got = kind.take(cache)[:, 0]
+    ratios = np.abs(tiles).max(1) / np.float32(448)
+    scales = np.where(ratios >= max(floor, 2.0**-126), ratios, np.float32(floor))
+    np.testing.assert_array_equal(got[:, 512:].copy().view(np.float32).reshape(-1), scales)
+    with np.errstate(all="ignore"):
+        codes = np.where(scales[:, None] == 0, 0, oracle.e4m3_code(tiles / scales[:, None]))
+    np.testing.assert_array_equal(got[:, :512].reshape(-1, 128), codes)
 
 
 @every_written
@@ -486,9 +513,16 @@ def test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt):
 
 @pytest.mark.parametrize("floor", [0, 3.0, 2.0, 0.3, -0.5, 2.0**-127, float("nan")])
 def test_scale_floors_are_powers_of_two(floor):
-    k, cache = np.zeros((1, 512), BF16), np.zeros((2, 64, 528), np.uint8)
+    k, keys, slots = np.zeros((1, 512), BF16), np.zeros((1, 128), BF16), np.array([0])
     with pytest.raises(ValueError, match=r"^scale_floor: expected a "):
-        cupy_mla.quantize_and_insert_k_cache(k, cache, np.array([0]), layout="v41_fp8", scale_floor=floor)
+        cupy_mla.quantize_and_insert_k_cache(
+            k, np.zeros((2, 64, 528), np.uint8), slots, layout="v41_fp8", scale_floor=floor
+        )
+    with pytest.raises(ValueError, match=r"^scale_floor: expected a "):
+        cupy_mla.indexer_k_quant_and_cache(keys, np.zeros((2, 64, 68), np.uint8), slots, scale_floor=floor)
+    if floor != 0:
+        with pytest.raises(ValueError, match=r"^scale_floor: expected (0 or )?a "):
+            cupy_mla.concat_and_cache_mla(k, k[:, :64], np.zeros((2, 64, 656), np.uint8), slots, scale_floor=floor)
 
 
 ANYTHING = "rows of 528 bytes may be anything: say"
