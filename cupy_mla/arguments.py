@@ -13,6 +13,20 @@ from .layouts import Layout
 Operand: TypeAlias = Any  # an `Array`, or a NumPy view
 
 
+class RowScales(NamedTuple):
+    """How rows that are packed get their scales.
+
+    Attributes:
+        round_up: float32 ones to powers of two, e4m3 ones to the next e4m3 number, not to the nearest.
+        least: the smallest UE8M0 scale, a power of two; or float32 scale that is not rounded up, one or 0.
+        of_call: the scale of all rows, for layouts whose scale is an argument.
+    """
+
+    round_up: bool
+    least: float
+    of_call: Operand | float = 1.0
+
+
 class QuantizeQ(NamedTuple):
     """The arguments of `quantize_indexer_q` and `quantize_indexer_q_mxfp4`, under the same names.
 

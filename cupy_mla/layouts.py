@@ -23,6 +23,7 @@ D_V = 512  # value width of every DeepSeek sparse layer
 MAX_HEADS = 128
 LEAST_E4M3 = 2.0**-9  # the smallest e4m3 number above 0
 LEAST_SCALE = 2.0**-22  # the smallest UE8M0 scale of vLLM's writers: 1e-4 / 448 rounded up to a power of two
+LEAST_NORMAL = 2.0**-126  # the least normal float32: the smallest float32 scale, and MXFP4 scale, of vLLM's writers
 
 
 @dataclass(frozen=True, eq=False)  # there is one object of each, so a key compares it by identity, which is fast

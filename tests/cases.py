@@ -23,6 +23,12 @@ from . import oracle
 from .kinds import BF16, E4M3, POISON, NumPy, allocation, gapped, poisoned
 
 INVALID = np.array([-1, -2, -(2**31), 2**31 - 1, 2**30], np.int64)
+BLOCK_SIZES = (1, 2, 3, 16, 61, 64, 128, 256)
+
+
+def blocks_of(rng: np.random.Generator) -> tuple[int, int]:
+    """A block size, and a gap between blocks for `empty_cache`."""
+    return int(rng.choice(BLOCK_SIZES)), int(rng.integers(3))
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------

@@ -199,12 +199,13 @@ def pack_row(fmt: Format, row: np.ndarray, scale_format: str = "fp32") -> tuple[
     if fmt.scale is not None:
         return e4m3_code(row.astype(np.float32) / np.float32(fmt.scale)).tobytes(), b""
     tiles, rope = row[: fmt.nope].astype(np.float32).reshape(-1, fmt.tile), row[fmt.nope :].tobytes()
-    largest = np.where(np.isnan(tiles), 0, np.abs(tiles)).max(1)
+    largest = np.where(np.isnan(tiles), 0, np.abs(tiles)).max(1)  # infinite where one is
     scales = np.array([_scale(fmt, amax, scale_format) for amax in largest], "<f4")
-    codes = e4m3_code(tiles / scales[:, None]).tobytes()
+    with np.errstate(invalid="ignore", divide="ignore"):  # infinity under an infinite scale is NaN
+        codes = np.where(scales[:, None] == 0, 0, e4m3_code(tiles / scales[:, None])).astype(np.uint8).tobytes()
     if fmt in (V32, V32_NOPE):
         return codes + scales.tobytes() + rope, b""
-    exponents = bytes(min(max(round(math.log2(s)) + 127, 0), 255) for s in scales)
+    exponents = bytes(255 if math.isinf(s) else min(max(round(math.log2(s)) + 127, 0), 255) for s in scales)
     if fmt is V41:
         return codes + exponents, b""
     if fmt is V41_SPLIT:
@@ -214,6 +215,8 @@ def pack_row(fmt: Format, row: np.ndarray, scale_format: str = "fp32") -> tuple[
 
 def _scale(fmt: Format, amax: np.float32, scale_format: str) -> np.float32:
     def power_of_two_from(x: np.float32) -> np.float32:
+        if math.isinf(x):
+            return x
         exponent = math.ceil(math.log2(x))  # in float64: exact at powers of two, and no float32 is closer to one
         return np.float32(2.0**exponent)
 
@@ -222,6 +225,8 @@ def _scale(fmt: Format, amax: np.float32, scale_format: str) -> np.float32:
     scale = amax / np.float32(448)
     if scale_format in ("ue8m0", "quotient"):  # what is floored at 1e-4
         return power_of_two_from(max(scale, np.float32(1e-4)))
+    if scale_format == "no floor":  # but for numbers that GPUs take for 0
+        return scale if scale >= np.finfo(np.float32).tiny else np.float32(0)
     return max(scale, np.finfo(np.float32).tiny)
 
 

@@ -12,7 +12,7 @@ from . import oracle, oracle_indexer, oracle_indices
 # Magnitudes by code, and the largest magnitude that rounds to each code with whether it still does (ties).
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 UNTIL = [(0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5, True)]
-LEAST = 6 * 2.0**-126
+LEAST = 2.0**-126  # scale
 
 
 def code(x: float) -> int:
@@ -22,11 +22,11 @@ def code(x: float) -> int:
     return magnitude | 8 * (math.copysign(1, x) < 0)
 
 
-def scale_byte(values: np.ndarray) -> int:
-    """The UE8M0 byte of a group's 32 values: 2^ceil(log2(max(amax, 6 * 2^-126) / 6)), 255 where one is NaN."""
+def scale_byte(values: np.ndarray, least: float = LEAST) -> int:
+    """The UE8M0 byte of a group's 32 values: 2^ceil(log2(max(amax, 6 * least) / 6)), 255 where one is NaN."""
     if np.isnan(values).any():
         return 255
-    a = max(float(np.abs(values).max()), LEAST)
+    a = max(float(np.abs(values).max()), 6 * least)
     if math.isinf(a):
         return 254
     e = math.frexp(a)[1] - 5  # too small
@@ -35,11 +35,11 @@ def scale_byte(values: np.ndarray) -> int:
     return e + 127
 
 
-def pack(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def pack(row: np.ndarray, least: float = LEAST) -> tuple[np.ndarray, np.ndarray]:
     """64 bytes of codes, the even value in the low nibble, and 4 scale bytes of 128 bf16 values."""
     with np.errstate(invalid="ignore"):  # NaN
         values = row.astype(np.float64)
-    scales = [scale_byte(values[32 * g : 32 * g + 32]) for g in range(4)]
+    scales = [scale_byte(values[32 * g : 32 * g + 32], least) for g in range(4)]
     codes = [
         0 if scales[i // 32] == 255 else code(float(x) * 2.0 ** (127 - scales[i // 32])) for i, x in enumerate(values)
     ]

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
+from ..arguments import RowScales
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import CACHE_LAYOUTS, D_V, INDEXER_LAYOUTS, LEAST_SCALE, Layout
+from ..layouts import CACHE_LAYOUTS, D_V, INDEXER_LAYOUTS, Layout
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -58,19 +59,18 @@ def concat_and_cache_mla(
     k_pe: Array,
     cache: Array,
     slots: Array,
-    round_up: bool,
-    k_scale: Array | float,
+    scales: RowScales,
 ) -> Program:
     """Twin of `reference.cache.concat_and_cache_mla`."""
     rope = k_pe if k_pe.shape[1] != 0 else None
-    return _pack(layout, kv_c, rope, cache, slots, round_up, k_scale)
+    return _pack(layout, kv_c, rope, cache, slots, scales)
 
 
 def quantize_and_insert_k_cache(
     gpu: Gpu, layout: Layout, k: Array, cache: Array, slots: Array, least_scale: float
 ) -> Program:
     """Twin of `reference.cache.quantize_and_insert_k_cache`."""
-    return _pack(layout, k, None, cache, slots, False, least_scale=least_scale)
+    return _pack(layout, k, None, cache, slots, RowScales(False, least_scale))
 
 
 def unpack_rows(gpu: Gpu, layout: Layout, cache: Array, slots: Array, k_scale: Array | float, out: Array) -> Program:
@@ -98,9 +98,7 @@ def _pack(
     rope: Array | None,
     cache: Array,
     slots: Array,
-    round_up: bool,
-    k_scale: Array | float = 1.0,
-    least_scale: float = LEAST_SCALE,
+    scales: RowScales,
 ) -> Program:
     (tokens,) = slots.shape
     num_blocks, block_size, _ = cache.shape
@@ -115,8 +113,8 @@ def _pack(
         latent=latent.ptr, rope=pointer(rope or zeros), cache=cache.ptr, slots=slots.ptr,
         latent_stride=latent.strides[0], rope_stride=rope.strides[0] if rope else 0,
         block_stride=cache.strides[0] * size, row_stride=_row_stride(layout, cache),
-        num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens, round_up=int(round_up),
-        least_scale=least_scale, k_scale=call_scale(k_scale),
+        num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens,
+        round_up=int(scales.round_up), least_scale=scales.least, k_scale=call_scale(scales.of_call),
     )  # fmt: skip
     launch = Launch(pack_kernel(layout, aligned), (ceil_div(tokens, TOKENS_PER_BLOCK), 1, 1), params)
     return [Clear(zeros.ptr, zeros.nbytes), launch] if zeros else [launch]  # all tokens read the same zeros

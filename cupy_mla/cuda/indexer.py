@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from math import frexp
 
 from ..arrays import Array
 from ..layouts import INDEXER_LAYOUTS, INDEXER_MXFP4, Layout
@@ -16,7 +17,7 @@ from .structs import INT32, INT64, POINTER, Struct
 
 PACK_KEYS = Struct(
     "PackKeysParams", k=POINTER, cache=POINTER, slots=POINTER, k_stride=INT64, block_stride=INT64, num_slots=INT64,
-    block_size=INT32, num_tokens=INT32, power_of_two=INT32,
+    block_size=INT32, num_tokens=INT32, power_of_two=INT32, least_scale=INT32,
 )  # fmt: skip
 GATHER_KEYS = Struct(
     "GatherKeysParams", table=structs.BLOCK_TABLE, cache=POINTER, keys=POINTER, scales=POINTER, cu_seq_lens=POINTER,
@@ -63,7 +64,7 @@ def kernels() -> Iterator[Kernel]:
 
 
 def indexer_k_quant_and_cache(
-    gpu: Gpu, layout: Layout, k: Array, kv_cache: Array, slots: Array, scale_format: str
+    gpu: Gpu, layout: Layout, k: Array, kv_cache: Array, slots: Array, scale_format: str, least_scale: float
 ) -> Program:
     """Twin of `reference.indexer.indexer_k_quant_and_cache`."""
     (tokens,) = slots.shape
@@ -73,7 +74,7 @@ def indexer_k_quant_and_cache(
     params = PACK_KEYS(
         k=k.ptr, cache=kv_cache.ptr, slots=slots.ptr, k_stride=k.strides[0], block_stride=kv_cache.strides[0],
         num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens,
-        power_of_two=int(scale_format == "ue8m0"),
+        power_of_two=int(scale_format == "ue8m0"), least_scale=frexp(least_scale)[1] + 126,
     )  # fmt: skip
     aligned = k.aligned(16) and _block_aligned(kv_cache, 8)
     return [Launch(pack_kernel(layout, aligned), (ceil_div(tokens, PACK_TOKENS_PER_BLOCK), 1, 1), params)]

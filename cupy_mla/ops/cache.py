@@ -6,6 +6,7 @@ from math import frexp
 from typing import Any, Literal
 
 from .. import arrays, layouts
+from ..arguments import RowScales
 from ..arrays import HOST, Array
 from ..bridges import Place, bind
 from ..calls.operation import operation
@@ -42,6 +43,7 @@ def concat_and_cache_mla(
     scale_format: ScaleFormat = "fp32",
     scale_rounding: ScaleRounding = "up",
     k_scale: CallScale | None = None,
+    scale_floor: float = layouts.LEAST_NORMAL,
 ) -> None:
     """Write tokens into a paged cache of layout BF16, V32_FP8, PLAIN_FP8 or V32_NVFP4: latent row, then RoPE part.
 
@@ -62,6 +64,9 @@ def concat_and_cache_mla(
             vLLM's operation of this name writes, or "nearest", as its fused kernel does.
         k_scale: of PLAIN_FP8, whose values are `e4m3(x / k_scale)`, rounded to nearest even and saturated at 448: a
             positive number, or [1] or [] float32 on the device; default 1.
+        scale_floor: the least float32 scale of V32_FP8 and V32_NOPE_FP8 with scale_format "fp32", a power of two up to
+            1, or 0. `2**-126`, FLT_MIN, is that of vLLM's writers. SGLang's have none, 0: tiles whose largest magnitude
+            is below `448 * 2**-126` get a scale of 0 and codes of 0, and read as zeros, NaN too.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -76,6 +81,7 @@ def concat_and_cache_mla(
     """
     require_choice("scale_format", scale_format, SCALE_FORMATS)
     require_choice("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
+    floor = require_floor(scale_floor, zero=True)
     place, (kv_c_, k_pe_, cache, slots) = bind(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
     told = cache_layout(cache, LAYOUTS, WRITERS, asked=layout)
     tokens = tokens_of(kv_c_).require(BFLOAT16, "T", D_V).shape[0]
@@ -86,8 +92,9 @@ def concat_and_cache_mla(
         check_slots(slots, cache)
     round_up = scale_rounding == "up" if told.scale_kind == "e4m3" else scale_format == "ue8m0"
     place.call(
-        cuda.concat_and_cache_mla, reference.concat_and_cache_mla, told, kv_c_, k_pe_, cache, slots, round_up, scale
-    )
+        cuda.concat_and_cache_mla, reference.concat_and_cache_mla,
+        told, kv_c_, k_pe_, cache, slots, RowScales(round_up, floor, scale),
+    )  # fmt: skip
 
 
 @operation
@@ -126,9 +133,7 @@ def quantize_and_insert_k_cache(
     """
     place, (k_, cache, slots) = bind(k=k, k_cache=k_cache, slot_mapping=slot_mapping)
     told = cache_layout(cache, QUANTIZED_OF_V4, WRITERS, asked=layout)
-    floor = require_scale("scale_floor", scale_floor)
-    if not 2.0**-126 <= floor <= 1 or frexp(floor)[0] != 0.5:
-        raise ValueError(f"scale_floor: expected a power of two from 2**-126 to 1, got {scale_floor}")
+    floor = require_floor(scale_floor)
     tokens = tokens_of(k_).require(BFLOAT16, "T", told.d_qk).shape[0]
     _require_target(cache, told, slots, tokens)
     if arrays.CHECK_VALUES:
@@ -227,6 +232,17 @@ def empty_cache(
     whole = Place.from_pair(place).empty((num_blocks, items), of.dtype)
     whole[...] = 0
     return whole[:, :used].reshape(num_blocks, block_size, of.last_axis)
+
+
+def require_floor(scale_floor: Any, zero: bool = False) -> float:
+    """Check `scale_floor`: a power of two, or where `zero` allows it 0; returns it as a float."""
+    floor = require_scale("scale_floor", scale_floor)
+    if zero and floor == 0:
+        return 0.0
+    if not layouts.LEAST_NORMAL <= floor <= 1 or frexp(floor)[0] != 0.5:
+        or_zero = "0 or " if zero else ""
+        raise ValueError(f"scale_floor: expected {or_zero}a power of two from 2**-126 to 1, got {scale_floor}")
+    return floor
 
 
 def _rope_widths(layout: layouts.Layout) -> int | tuple[int, ...]:

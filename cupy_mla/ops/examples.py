@@ -387,6 +387,9 @@ def mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call
             detail = f"{layout.name} {scale_format}" if layout.quantized else layout.name
             yield Call(detail, arguments)
             yield Call(f"{detail}, unaligned rows", arguments, unaligned=("kv_c", "k_pe"))
+            if layout.scale_kind == "fp32" and scale_format == "fp32":
+                kv_c = np.where(np.arange(TOKENS)[:, None] % 3 == 0, BFLOAT16.type(0), row["kv_c"])
+                yield Call(f"{detail}, no floor", {**arguments, "kv_c": kv_c, "scale_floor": 0.0})
         if layout.quantized or not layout.rope_apart:
             arguments = {**row, **no_rope, "kv_cache": _empty_cache(layout), **_named(layout)}
             detail = f"{layout.name} of {layout.d_qk} without RoPE"
@@ -401,6 +404,8 @@ def v4_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]
         arguments = {**row, "k_cache": _empty_cache(layout), **_named(layout)}
         yield Call(layout.name, arguments)
         yield Call(f"{layout.name}, unaligned rows", arguments, unaligned=("k",))
+        if layout.scale_kind == "ue8m0":
+            yield Call(f"{layout.name}, a scale of 1 at least", {**arguments, "scale_floor": 1.0})
 
 
 def indexer_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -412,6 +417,8 @@ def indexer_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[
                 "slot_mapping": _slots(rng, wanted, tokens), "scale_format": scale_format,
             }  # fmt: skip
             yield Call(f"{layout.name}, {scale_format}, blocks of {block_size}", arguments)
+        floored = {**arguments, "scale_floor": 1.0}
+        yield Call(f"{layout.name}, a scale of 1 at least, blocks of {block_size}", floored)
 
 
 def unpacking_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:

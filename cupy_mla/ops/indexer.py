@@ -17,10 +17,10 @@ from ..checks.validate import INDEXER_ALIGNMENT, QUANTIZED, cache_layout, requir
 from ..checks.values import check_blocks, check_offsets, check_slots
 from ..cuda import indexer as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, UINT8
-from ..layouts import INDEXER_FP8, INDEXER_LAYOUTS, Layout
+from ..layouts import INDEXER_FP8, INDEXER_LAYOUTS, LEAST_NORMAL, Layout
 from ..reference import indexer as reference
 from ..typing import AnyArray, ScaleFormat
-from .cache import SCALE_FORMATS
+from .cache import SCALE_FORMATS, require_floor
 
 __all__ = ["cp_gather_indexer_k_quant_cache", "indexer_k_quant_and_cache"]
 
@@ -29,7 +29,12 @@ ALIGNMENT = INDEXER_ALIGNMENT
 
 @operation
 def indexer_k_quant_and_cache(
-    k: AnyArray, kv_cache: AnyArray, slot_mapping: AnyArray, scale_format: ScaleFormat = "fp32"
+    k: AnyArray,
+    kv_cache: AnyArray,
+    slot_mapping: AnyArray,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    scale_floor: float = LEAST_NORMAL,
 ) -> None:
     """Quantize tokens' indexer keys and write them into the paged cache.
 
@@ -42,6 +47,8 @@ def indexer_k_quant_and_cache(
         scale_format: for INDEXER_FP8: "fp32" (`max(amax, 1e-4) / 448`) or "ue8m0" (that, rounded up to a power of two).
             INDEXER_MXFP4 always has powers of two: `2 ** ceil(log2(max(amax, 6 * 2**-126) / 6))` of 32 values. A NaN
             makes all values NaN that share its scale. Infinity makes the finite ones 0.
+        scale_floor: for INDEXER_MXFP4: the least scale, a power of two from `2**-126`, which is vLLM's, to 1. `2**-13`
+            is SGLang's. (SGLang rounds keys twice, so its bytes differ in other groups, too, but not the values.)
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -54,6 +61,7 @@ def indexer_k_quant_and_cache(
         [True, True]
     """
     require_choice("scale_format", scale_format, SCALE_FORMATS)
+    floor = require_floor(scale_floor)
     place, (k_, cache, slots) = bind(k=k, kv_cache=kv_cache, slot_mapping=slot_mapping)
     tokens = tokens_of(k_).require(BFLOAT16, "T", INDEXER_FP8.d_qk).shape[0]
     layout = indexer_layout(cache)
@@ -62,7 +70,8 @@ def indexer_k_quant_and_cache(
     if arrays.CHECK_VALUES:
         check_slots(slots, cache)
     place.call(
-        cuda.indexer_k_quant_and_cache, reference.indexer_k_quant_and_cache, layout, k_, cache, slots, scale_format
+        cuda.indexer_k_quant_and_cache, reference.indexer_k_quant_and_cache,
+        layout, k_, cache, slots, scale_format, floor,
     )  # fmt: skip
 
 

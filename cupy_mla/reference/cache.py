@@ -9,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from ..arguments import RowScales
 from ..dtypes import BFLOAT16, E4M3, E4M3_MAX, E8M0, FLOAT32
-from ..layouts import LEAST_SCALE, Layout
+from ..layouts import LEAST_NORMAL, LEAST_SCALE, Layout
 from . import mxfp4, nvfp4
+from .quant import to_e4m3
 
-FLT_MIN = np.finfo(np.float32).tiny
 AMAX_FLOOR = 1e-4  # power-of-two scales are made of at least this, so that none is 0
 E8M0_BIAS = 127
 SCALE_BYTES = {"call": 0, "fp32": 4, "ue8m0": 1, "e4m3": 1}
@@ -26,13 +27,12 @@ def concat_and_cache_mla(
     k_pe: np.ndarray,
     cache: np.ndarray,
     slots: np.ndarray,
-    round_up: bool,
-    k_scale: float | np.ndarray,
+    scales: RowScales,
 ) -> None:
     """Write tokens whose RoPE values are an array of their own; see `cupy_mla.concat_and_cache_mla`."""
     no_rope = np.zeros((len(kv_c), layout.d_qk - kv_c.shape[1] - k_pe.shape[1]), BFLOAT16)
     rows = np.concatenate([kv_c, k_pe, no_rope], axis=1)
-    pack_rows(layout, rows, cache, slots, round_up, k_scale)
+    pack_rows(layout, rows, cache, slots, scales.round_up, scales.of_call, scales.least)
 
 
 @np.errstate(all="ignore")
@@ -51,7 +51,7 @@ def pack_rows(
     slots: np.ndarray,
     round_up: bool = False,
     k_scale: float | np.ndarray = 1.0,
-    least_scale: float = LEAST_SCALE,
+    least_scale: float | None = None,
 ) -> None:
     """Write rows into a cache of any layout. A row whose slot is not in the cache is skipped.
 
@@ -61,7 +61,8 @@ def pack_rows(
         slots: [T'] integers, T' <= T.
         round_up: round scales up: float32 ones to powers of two, e4m3 ones to the next e4m3 number, not the nearest.
         k_scale: the scale of all rows, for layouts whose scale is an argument.
-        least_scale: the smallest UE8M0 scale, a power of two.
+        least_scale: the smallest UE8M0 scale, or float32 scale that is not rounded up: a power of two, or of the
+            latter 0. None: that of vLLM's writers.
     """
     tokens, block, offset = _targets(slots, cache)
     rows = rows[tokens]
@@ -77,9 +78,12 @@ def pack_rows(
         values = rows[:, : layout.d_nope].astype(np.float32)
         nope[block, offset], stored = nvfp4.quantize(layout, values, round_up)
     else:
+        if least_scale is None:
+            least_scale = LEAST_SCALE if layout.scale_kind == "ue8m0" else LEAST_NORMAL
         tiles, amax = _tiles(layout, rows)
         scales, stored = _scales(layout, amax, round_up, least_scale)
-        nope[block, offset] = _quantize(tiles, scales)
+        codes = _quantize(tiles, scales).reshape(tiles.shape)
+        nope[block, offset] = np.where(scales[..., None] == 0, 0, codes).reshape(len(rows), layout.d_nope)
     rope[block, offset] = _rope_bytes(layout, rows)
     if layout.scales_in_fours:
         stored = stored.reshape(len(rows), layout.num_scales // 4, 4).swapaxes(1, 2).reshape(stored.shape)
@@ -175,7 +179,8 @@ def _scales(layout: Layout, amax: np.ndarray, power_of_two: bool, least_scale: f
     if power_of_two:
         scales = np.ldexp(np.float32(1), _ceil_log2(np.maximum(amax / E4M3_MAX, AMAX_FLOOR)))
     else:
-        scales = np.maximum(amax / E4M3_MAX, FLT_MIN)
+        scales = amax / E4M3_MAX
+        scales = np.where(scales < LEAST_NORMAL, np.float32(least_scale), np.maximum(scales, np.float32(least_scale)))
     return scales, scales.view(np.uint8)
 
 
@@ -189,10 +194,9 @@ def _ceil_log2(x: np.ndarray) -> np.ndarray:
 
 
 def _quantize(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """E4M3 bytes [n, d_nope] of values / scales, rounded to nearest even, saturated; NaN stays NaN."""
-    scaled = np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX)
+    """E4M3 bytes [n, d_nope] of values / scales, rounded to nearest even, saturated; NaN is 0x7F."""
     n, tiles, tile = values.shape
-    return scaled.astype(E4M3).view(np.uint8).reshape(n, tiles * tile)
+    return to_e4m3(values / scales[..., None]).view(np.uint8).reshape(n, tiles * tile)
 
 
 def _rope_bytes(layout: Layout, rows: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..dtypes import E4M3_MAX
-from ..layouts import INDEXER_FP8, INDEXER_MXFP4, Layout
+from ..layouts import INDEXER_FP8, INDEXER_MXFP4, LEAST_NORMAL, Layout
 from . import mxfp4
 from .cache import AMAX_FLOOR, _ceil_log2, _quantize, _regions, _targets, _tiles
 from .indices import find_slots
@@ -13,13 +13,18 @@ from .indices import find_slots
 
 @np.errstate(all="ignore")
 def indexer_k_quant_and_cache(
-    layout: Layout, k: np.ndarray, kv_cache: np.ndarray, slots: np.ndarray, scale_format: str
+    layout: Layout,
+    k: np.ndarray,
+    kv_cache: np.ndarray,
+    slots: np.ndarray,
+    scale_format: str,
+    least_scale: float = LEAST_NORMAL,
 ) -> None:
     """Write tokens' keys into the cache; see `cupy_mla.indexer_k_quant_and_cache`."""
     tokens, block, offset = _targets(slots, kv_cache)
     keys, scale_bytes = key_regions(layout, kv_cache)
     if layout is INDEXER_MXFP4:
-        keys[block, offset], scale_bytes[block, offset] = mxfp4.quantize(k[tokens].astype(np.float32))
+        keys[block, offset], scale_bytes[block, offset] = mxfp4.quantize(k[tokens].astype(np.float32), least_scale)
         return
     values, amax = _tiles(INDEXER_FP8, k[tokens])
     scales = np.maximum(amax, AMAX_FLOOR) / E4M3_MAX

@@ -11,6 +11,7 @@ from . import mxfp4
 from .cache import _ceil_log2
 from .indexer import key_regions
 from .indices import find_slots
+from .quant import to_e4m3
 
 D = INDEXER_FP8.d_qk
 ROPE = 64  # values of a row that are rotated
@@ -48,7 +49,7 @@ def rounded(values: np.ndarray, floor: np.float32, scale_format: str) -> tuple[n
     scales = np.maximum(amax, floor) / np.float32(E4M3_MAX)
     if scale_format == "ue8m0":
         scales = np.ldexp(np.float32(1), _ceil_log2(scales))
-    return np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX).astype(E4M3), scales
+    return to_e4m3(values / scales[..., None]), scales
 
 
 def _rotated(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, interleaved: bool) -> np.ndarray:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from ..dtypes import E4M3, E8M0
+from ..layouts import LEAST_NORMAL
 
 GROUP, NAN_SCALE = 32, 255
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([MAGNITUDES, -MAGNITUDES])  # by code
 BETWEEN = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)  # midpoints, which round to the even code
-LEAST_AMAX = np.float32(6 * 2.0**-126)
 WIDENED_BY = 6  # e4m3 numbers are e2m1 times 2^6 in the group of the largest scale
 
 
 @np.errstate(all="ignore")
-def quantize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize(values: np.ndarray, least_scale: float = LEAST_NORMAL) -> tuple[np.ndarray, np.ndarray]:
     """Codes [..., n / 2] and scales [..., n / 32], both uint8, of bf16 numbers [..., n] given as float32. A group with
-    a NaN has the scale NaN, and codes of zero."""
+    a NaN has the scale NaN, and codes of zero. No scale is below `least_scale`, a power of two."""
     groups = values.reshape(*values.shape[:-1], values.shape[-1] // GROUP, GROUP)
-    amax = np.maximum(np.abs(groups).max(axis=-1, keepdims=True), LEAST_AMAX)
+    amax = np.maximum(np.abs(groups).max(axis=-1, keepdims=True), np.float32(6 * least_scale))
     mantissa, exponent = np.frexp(amax)  # amax / 6 = mantissa / 0.75 * 2 ** (exponent - 3)
     exponent = np.where(np.isinf(amax), 127, exponent - 3 + (mantissa > 0.75))
     codes = np.where(np.isnan(amax), 0, codes_of(np.ldexp(groups, -exponent)))

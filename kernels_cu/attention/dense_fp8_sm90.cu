@@ -11,6 +11,11 @@
 // if some line does not see all its rows. Only in these tiles the consumers compare rows with the end of each line's
 // rows.
 //
+// What is exact and what is rounded, as in fp8_sm90.cu: e4m3 becomes f16 exactly, times scale / r under UE8M0 scales,
+// where values are rounded to multiples of at most 2^-31 of the row's largest. Under float32 scales K is exact, and
+// scale / r and its product with V are rounded to f16. Queries in bfloat16 and P^T are rounded to f16, but for the
+// product of V32_FP8's RoPE, which is in bfloat16; queries in e4m3 are exact. Sums are float32.
+//
 //   DIVISION   WHOLE      CTAs take items in turn                              many short requests
 //              CLUSTERS   a cluster an item; its CTAs take tiles in turn       few items of few rows
 //              REQUESTS   all rows of the call in equal shares, or each item   long or unequal requests;

@@ -35,7 +35,7 @@ struct PackParams {
     int32_t block_size;
     int32_t num_tokens;
     int32_t round_up;   // scales. V32_FP8: up to powers of two. NVFP4: up to e4m3 numbers, not to the nearest
-    float least_scale;  // the least UE8M0 scale, a power of two
+    float least_scale;  // the least UE8M0 scale, a power of two; V32_FP8: of float32 scales, a power of two or 0
     CallScale k_scale;  // PLAIN_FP8: the scale of all rows
 };
 
@@ -87,6 +87,12 @@ __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<
 
 #else
 
+// Codes of 0 under a scale of 0, which only float32 scales may be.
+__device__ __forceinline__ Vec8 quantize_tile_8(const Vec16& x, float scale) {
+    const Vec8 codes = quantize_8(x, scale);
+    return SCALE_E8M0 ? codes : codes_under(codes, scale);
+}
+
 __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<int64_t>& to, const Vec16& first,
                                             const Vec16& second) {
     constexpr int TILE_LANES = SCALE_TILE / CHUNK;
@@ -95,9 +101,9 @@ __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<
     const float scale = scale_of_values(bf16_low(amax), p.round_up, p.least_scale),
                 second_scale = scale_of_values(bf16_high(amax), p.round_up, p.least_scale);
     uint8_t *row = p.cache + to.data, *scales = p.cache + to.scales;
-    *reinterpret_cast<Vec8*>(row + lane * CHUNK) = quantize_8(first, scale);
+    *reinterpret_cast<Vec8*>(row + lane * CHUNK) = quantize_tile_8(first, scale);
     if (rope_chunk < 0) {
-        *reinterpret_cast<Vec8*>(row + (32 + lane) * CHUNK) = quantize_8(second, second_scale);
+        *reinterpret_cast<Vec8*>(row + (32 + lane) * CHUNK) = quantize_tile_8(second, second_scale);
     } else {
         *reinterpret_cast<Vec16*>(row + ROPE_OFFSET + rope_chunk * 16) = second;
     }

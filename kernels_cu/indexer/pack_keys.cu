@@ -28,7 +28,7 @@ struct PackKeysParams {
     int32_t block_size;
     int32_t num_tokens;
     int32_t power_of_two;  // round float32 scales up to powers of two
-    int32_t unused;
+    int32_t least_scale;   // MXFP4: the byte of the least scale
 };
 
 constexpr int LANES = D_NOPE / CHUNK, ROUNDS = 4, TOKENS = ROUNDS * 32 / LANES;  // of a warp
@@ -57,7 +57,8 @@ __device__ __forceinline__ void store_token(const PackKeysParams& p, const RowPl
 __device__ __forceinline__ void store_mxfp4_token(const PackKeysParams& p, const RowPlace<int64_t>& to,
                                                   const Vec16& keys) {
     const int lane = threadIdx.x % LANES;
-    const uint32_t scale = mxfp4_scale(amax_or_nan<MXFP4_GROUP / CHUNK>(keys)), scales = join_scales(scale, lane);
+    const uint32_t scale = mxfp4_scale(amax_or_nan<MXFP4_GROUP / CHUNK>(keys), p.least_scale),
+                   scales = join_scales(scale, lane);
     if (to.data < 0) return;
     reinterpret_cast<uint32_t*>(p.cache + to.data)[lane] = quantize_e2m1_8(keys, scale);
     if (lane == 0) *reinterpret_cast<uint32_t*>(p.cache + to.scales) = scales;

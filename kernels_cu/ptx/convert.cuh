@@ -115,10 +115,10 @@ __device__ __forceinline__ void e4m3x4_to_float(uint32_t bytes, float (&v)[4]) {
 #endif
 }
 
-// Float32 to an e4m3 byte in integers, for GPUs before sm_89: round to nearest even, saturating at 448; NaN stays NaN.
+// Float32 to an e4m3 byte in integers, for GPUs before sm_89: round to nearest even, saturating at 448; NaN is 0x7f.
 __device__ __forceinline__ uint32_t float_to_e4m3(float x) {
     const uint32_t bits = __float_as_uint(x), sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return sign | 0x7fu;
+    if (magnitude > 0x7f800000u) return 0x7fu;
     const float a = __uint_as_float(magnitude);
     if (a >= 448.0f) return sign | 0x7eu;
     if (a < 0.015625f) {  // below 2^-6, subnormal: multiples of 2^-9; adding 2^14 rounds to them in the last place
@@ -129,7 +129,7 @@ __device__ __forceinline__ uint32_t float_to_e4m3(float x) {
     return sign | ((rounded >> 20) - (120u << 3));
 }
 
-// Four float32 to e4m3 bytes, round to nearest even, saturating at 448; NaN stays NaN, its sign may change.
+// Four float32 to e4m3 bytes, round to nearest even, saturating at 448; NaN is 0x7f.
 __device__ __forceinline__ uint32_t float_to_e4m3x4(float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 890
     uint32_t bytes;

@@ -13,12 +13,12 @@ constexpr uint32_t UE8M0_NAN = 255;
 
 // --- from bf16 ------------------------------------------------------------------------------------------------
 
-// The scale of values whose largest magnitude is the bf16 `amax`: 2^ceil(log2(amax / 6)). `amax` counts as at least 6
-// * 2^-126. Infinity gets 2^127.
-__device__ __forceinline__ uint32_t mxfp4_scale(uint32_t amax) {
+// The scale of values whose largest magnitude is the bf16 `amax`: 2^ceil(log2(amax / 6)), as a byte that is at least
+// `least` (1: 2^-126). Infinity gets 2^127.
+__device__ __forceinline__ uint32_t mxfp4_scale(uint32_t amax, int least = 1) {
     const uint32_t exponent = amax >> 7, fraction = amax & 0x7f;
     if (exponent == 255) return fraction == 0 ? 254 : UE8M0_NAN;
-    return max(int(exponent) - 2 + (fraction > 0x40), 1);
+    return max(int(exponent) - 2 + (fraction > 0x40), least);
 }
 
 // Two bf16 times `inverse`, at most 6 each, as codes in the lowest bits of two halves. Adding a power of two rounds a

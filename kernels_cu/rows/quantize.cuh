@@ -54,9 +54,10 @@ __device__ __forceinline__ Vec8 pack_e4m3_8(const float (&v)[CHUNK]) {
     return {float_to_e4m3x4(v[0], v[1], v[2], v[3]), float_to_e4m3x4(v[4], v[5], v[6], v[7])};
 }
 
-// The sign bits of four bf16, as sign bits of four bytes.
-__device__ __forceinline__ uint32_t sign_bits(uint32_t low, uint32_t high) {
-    return __byte_perm(low, high, 0x7531) & 0x80808080u;
+// Four e4m3 bytes with the signs of four bf16, but NaN stays 0x7f.
+__device__ __forceinline__ uint32_t with_signs(uint32_t codes, uint32_t low, uint32_t high) {
+    const uint32_t nan = (codes & 0x7f7f7f7fu) + 0x01010101u;  // the highest bit of each byte
+    return codes | (__byte_perm(low, high, 0x7531) & ~nan & 0x80808080u);
 }
 
 // Whether a scale is 0. A float comparison would flush subnormals, and say yes for them, too.
@@ -87,8 +88,8 @@ __device__ __forceinline__ Vec16 dequantize_8(const Vec8& codes, float scale) {
 // were tried (amax a finite bf16 or AMAX_FLOOR), and the powers of two above these, each with all bf16 x up to amax.
 // Of 5.3e9 bytes none differs.
 //
-// Under an infinite scale numbers become 0 and infinities NaN. The corrected quotient of -0 is +0, so the sign bits
-// are set separately.
+// Under an infinite scale numbers become 0 and infinities NaN. NaN is 0x7f. The corrected quotient of -0 is +0, so the
+// sign bits are set separately.
 // SATURATES: the scale does not follow from the values, so quotients may be infinite; these become +-448.
 template <bool SATURATES = false>
 __device__ __forceinline__ Vec8 quantize_8(const Vec16& x, float scale) {
@@ -108,5 +109,5 @@ __device__ __forceinline__ Vec8 quantize_8(const Vec16& x, float scale) {
         v[i] = infinite ? q : fmaf(fmaf(-q, scale, v[i]), reciprocal, q);
     }
     const Vec8 codes = pack_e4m3_8(v);
-    return {codes.x | sign_bits(x.x, x.y), codes.y | sign_bits(x.z, x.w)};
+    return {with_signs(codes.x, x.x, x.y), with_signs(codes.y, x.z, x.w)};
 }

@@ -13,11 +13,13 @@
 constexpr float FLOAT_MIN = 1.17549435e-38f;  // the least normal float32
 
 // The scale of values whose largest magnitude is `amax`. `power_of_two`: float32 scales are rounded up to powers of
-// two. `least`: the least UE8M0 scale, a power of two.
+// two. `least`: the least UE8M0 scale, a power of two; or the least float32 scale that is not rounded up, one or 0.
+// Float32 scales that are not normal count as 0.
 __device__ __forceinline__ float scale_of_values(float amax, bool power_of_two, float least) {
     if (SCALE_E8M0) return power_of_two_from(fmaxf(scale_from_amax(amax), least));
     const float ratio = scale_from_amax(amax);
-    return power_of_two ? power_of_two_from(fmaxf(ratio, AMAX_FLOOR)) : fmaxf(ratio, FLOAT_MIN);
+    if (power_of_two) return power_of_two_from(fmaxf(ratio, AMAX_FLOOR));
+    return fmaxf(ratio < FLOAT_MIN ? 0.0f : ratio, least);
 }
 
 // Writes scale number `tile` of the row whose scales begin at `scales`. Numbers beyond the last scale write padding.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from .. import oracle
 from ..ops import test_named_formats as of_operation
 from ..ops.test_named_formats import (
     every_528,
     every_attention,
     every_fp4_list,
-    every_fp4_writer,
     every_pair,
     every_scale_format,
+    every_writer,
+    every_written,
     scales_of_0,
 )
 
@@ -28,10 +31,25 @@ def test_caches(kind, emulated, rng, fmt, scale_format):
 
 @pytest.mark.long(sample=2)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # signalling NaN
-@every_fp4_writer
+@every_writer
 def test_every_bf16_value(kind, emulated, rng, fmt, scale_format):
     of_operation.test_every_bf16_value(kind, rng, fmt, scale_format)
-    of_operation.test_any_bytes_are_read(kind, rng, fmt)
+    assert "pack" in emulated.launched
+
+
+@pytest.mark.parametrize("floor", [0, 2.0**-126, 2.0**-30, 1])
+def test_floor_of_float32_scales(kind, emulated, floor):
+    of_operation.test_floor_of_float32_scales(kind, floor)
+    assert "pack" in emulated.launched
+
+
+@pytest.mark.long(sample=2)
+@every_written
+def test_nan_infinity_and_any_bytes(kind, emulated, rng, fmt):
+    for value in (np.nan, -np.nan, np.inf, -np.inf):
+        of_operation.test_nan_and_infinity_are_read_back_as_nan(kind, rng, fmt, value)
+    if fmt in oracle.FP4:
+        of_operation.test_any_bytes_are_read(kind, rng, fmt)
     assert {"pack", "unpack"} <= set(emulated.launched)
 
 

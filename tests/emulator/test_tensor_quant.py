@@ -12,4 +12,4 @@ test_codes = again(
     of_operation.test_quantize, ((7,), BF16, 1e6), ((4096,), np.dtype(np.float32), 1e6), ((2, 3, 4095), BF16, 1e6)
 )
 test_memory_that_is_not_aligned = again(of_operation.test_memory_that_is_not_aligned)
-test_infinity_and_nan = again(of_operation.test_infinity_and_nan, (np.inf,), (np.nan,))
+test_infinity_and_nan = again(of_operation.test_infinity_and_nan, (np.inf,), (-np.inf,), (np.nan,), (-np.nan,))

@@ -85,7 +85,7 @@ def test_bytes(kind, rng, fmt, scale_format, tokens, num_blocks, block_size, gap
 
 
 @every_writer
-@given(SEEDS, st.integers(0, 40), st.integers(1, 5), st.sampled_from([1, 2, 7, 61, 64, 256]), st.integers(0, 2))
+@given(SEEDS, st.integers(0, 40), st.integers(1, 5), st.sampled_from([1, 2, 7, 61, 64, 128, 256]), st.integers(0, 2))
 def test_bytes_generated(kind, fmt, scale_format, seed, tokens, num_blocks, block_size, gap):
     rng = np.random.default_rng(seed)
     cache = empty_cache(fmt, num_blocks, block_size, gap)
@@ -160,40 +160,6 @@ def test_cache_of_fp8_items(kind, rng, fmt):
     want = empty_cache(fmt, 2, 8)
     write_all(fmt, rows, want, slots, "fp32")
     np.testing.assert_array_equal(kind.take(whole), allocation(want))
-
-
-@pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
-def test_nan_stays_where_it_is(kind, rng, fmt):
-    """A NaN is read back as one; the other values of its tile are as if it were 0."""
-    rows = normal(rng, 2, fmt.d_qk)
-    rows[0, 70] = np.nan
-    cache = empty_cache(fmt, 1, 2)
-    array, whole = kind.put_with_allocation(cache)
-    insert(kind, fmt, rows, array, kind.put(np.arange(2)), "fp32")
-    allocation(cache)[...] = kind.take(whole)
-    got = oracle.named_rows(fmt, cache, np.arange(2))
-    assert np.flatnonzero(np.isnan(got).reshape(-1)).tolist() == [70]
-    rows[0, 70] = 0
-    write_all(fmt, rows, cache, np.arange(2), "fp32")
-    want = oracle.named_rows(fmt, cache, np.arange(2))
-    got[0, 70] = 0
-    np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
-def test_infinity_is_not_read_back_as_a_number(kind, rng, fmt):
-    """Its tile is lost (the scale is infinite), the others are not."""
-    rows = normal(rng, 1, fmt.d_qk)
-    rows[0, 70] = np.inf
-    cache = empty_cache(fmt, 1, 1)
-    array, whole = kind.put_with_allocation(cache)
-    insert(kind, fmt, rows, array, kind.put(np.zeros(1, np.int64)), "fp32")
-    allocation(cache)[...] = kind.take(whole)
-    got = oracle.named_rows(fmt, cache, np.zeros(1, np.int64))[0]
-    assert not np.isfinite(got[70])
-    tile = 70 // fmt.tile
-    rest = np.delete(got, range(tile * fmt.tile, (tile + 1) * fmt.tile))
-    assert np.isfinite(rest).all()
 
 
 # --- models without RoPE, arrays as engines hold them ---------------------------------------------------------

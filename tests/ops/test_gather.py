@@ -58,7 +58,7 @@ def place_requests(rng, seq_lens: np.ndarray) -> tuple[np.ndarray, int]:
     return starts, at
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 64])
+@pytest.mark.parametrize("block_size", [1, 3, 64, 256])
 @pytest.mark.parametrize("lengths", [[1], [5, 0, 17], [3, 3, 3, 3, 3, 3], [130, 1]])
 def test_gather(kind, rng, block_size: int, lengths: list[int]) -> None:
     seq_lens = np.array(lengths, np.int32)

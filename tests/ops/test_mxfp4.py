@@ -10,6 +10,7 @@ import pytest
 
 from cupy_mla import (
     cp_gather_indexer_k_quant_cache,
+    indexer_k_quant_and_cache,
     quantize_indexer_q,
     quantize_indexer_q_mxfp4,
     unpack_rows,
@@ -35,6 +36,16 @@ def test_vectors_of_the_specification(kind, row: np.ndarray, head: str, scales: 
     got = pack(kind, row.astype(BF16)[None], key_cache(1, 1), np.zeros(1, np.int64), "mxfp4").tobytes()
     assert (got[:8].hex(), got[64:].hex()) == (head, scales)
     assert hashlib.sha256(got).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("floor", [2.0**-126, 2.0**-13, 1])
+def test_scale_floor(kind, rng, floor: float) -> None:
+    """2**-13 is SGLang's: `max(amax / 6, 1e-4)` rounded up to a power of two."""
+    rows = mxfp4_rows(rng, 60)
+    cache = kind.put(key_cache(60, 1))
+    indexer_k_quant_and_cache(kind.put(rows), cache, kind.put(np.arange(60)), scale_floor=floor)
+    want = [np.concatenate(oracle_mxfp4.pack(row, floor)) for row in rows]
+    np.testing.assert_array_equal(kind.take(cache)[:, 0], want)
 
 
 @pytest.mark.long
@@ -99,7 +110,7 @@ def check_widened(bytes_: np.ndarray, factor: float, codes: np.ndarray, scales: 
 
 
 @pytest.mark.parametrize("widened", [False, True])
-@pytest.mark.parametrize("block_size", [1, 3, 64])
+@pytest.mark.parametrize("block_size", [1, 3, 64, 256])
 @pytest.mark.parametrize("lengths", [[1], [5, 0, 17], [130, 1]])
 def test_gather(kind, rng, block_size: int, lengths: list[int], widened: bool) -> None:
     width = -(-max(lengths) // block_size)
@@ -113,7 +124,7 @@ def test_gather(kind, rng, block_size: int, lengths: list[int], widened: bool) -
     check_gather(kind, cache, table, np.concatenate([[0], np.cumsum(lengths)]), sum(lengths) + 1, widened)
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 64])
+@pytest.mark.parametrize("block_size", [1, 3, 64, 256])
 def test_unpack_rows(kind, rng, block_size: int) -> None:
     """What keys are as numbers; of a group whose scale is NaN, NaN."""
     cache = key_cache(5, block_size, int(rng.integers(0, 2)))

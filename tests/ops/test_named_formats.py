@@ -1,4 +1,5 @@
-"""Layouts of 2026, some of which a call must name, for rows of their size may be another's; scales of 0; an oracle."""
+"""Layouts of 2026, some of which a call must name, for rows of their size may be another's; every bf16 value in every
+layout with scales in its rows; scales of 0; an oracle."""
 
 from __future__ import annotations
 
@@ -11,11 +12,16 @@ import cupy_mla
 
 from .. import oracle
 from ..cases import (
+    BLOCK_SIZES,
+    block_bytes,
+    blocks_of,
     check_decode,
     check_result,
+    empty_cache,
     latent,
     off_zero,
     paged,
+    paged_rows,
     poisoned_outputs,
     queries,
     scale_of,
@@ -24,17 +30,19 @@ from ..cases import (
 )
 from ..dense import assert_dense, dense_oracle, in_cache
 from ..dense import off_zero as off_zero_dense
-from ..kinds import BF16, NumPy, poisoned
+from ..kinds import BF16, NumPy, allocation, poisoned
 from ..vectors import LATENT, ROPE, told
 
 OF_528 = (oracle.V32_NOPE, oracle.V41, oracle.V41_SPLIT)  # bytes; e4m3 values
 FORMATS = (*OF_528, oracle.V32_NVFP4, oracle.V4_NVFP4)
 CACHES = (*FORMATS, *oracle.V41_FP4S)
-OF_V4 = (oracle.V41, oracle.V41_SPLIT, oracle.V4_NVFP4, *oracle.V41_FP4S)
+WRITTEN = (oracle.V32, oracle.V4, *CACHES)  # under scales of their own
+OF_V4 = (oracle.V4, oracle.V41, oracle.V41_SPLIT, oracle.V4_NVFP4, *oracle.V41_FP4S)
 FLOORS = {"fp32": 2.0**-22, "quotient": 2.0**-13}  # of UE8M0 scales
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 every_528 = pytest.mark.parametrize("fmt", OF_528, ids=lambda fmt: fmt.name)
 every_cache = pytest.mark.parametrize("fmt", CACHES, ids=lambda fmt: fmt.name)
+every_written = pytest.mark.parametrize("fmt", WRITTEN, ids=lambda fmt: fmt.name)
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -43,17 +51,19 @@ def shown(value: Any) -> str:
     return getattr(value, "name", value)
 
 
-def scale_formats() -> list[tuple[oracle.Format, str]]:
+def scale_formats(formats: tuple[oracle.Format, ...]) -> list[tuple[oracle.Format, str]]:
     """What there is to choose for each format's scales."""
     other = {
-        oracle.V32_NOPE: ("fp32", "ue8m0"),
+        oracle.V32: ("fp32", "no floor", "ue8m0"),
+        oracle.V32_NOPE: ("fp32", "no floor", "ue8m0"),
         oracle.V32_NVFP4: ("up", "nearest"),
     }
     other |= dict.fromkeys((oracle.V4_NVFP4, *oracle.V41_FP4S), ("nearest",))
-    return [(fmt, scales) for fmt in CACHES for scales in other.get(fmt, ("fp32", "quotient"))]
+    return [(fmt, scales) for fmt in formats for scales in other.get(fmt, ("fp32", "quotient"))]
 
 
-every_scale_format = pytest.mark.parametrize(("fmt", "scale_format"), scale_formats(), ids=shown)
+every_scale_format = pytest.mark.parametrize(("fmt", "scale_format"), scale_formats(CACHES), ids=shown)
+every_writer = pytest.mark.parametrize(("fmt", "scale_format"), scale_formats(WRITTEN), ids=shown)
 
 
 def pack(kind: NumPy, fmt: oracle.Format, rows: np.ndarray, cache: Any, slots: np.ndarray, scale_format: str) -> None:
@@ -65,6 +75,8 @@ def pack(kind: NumPy, fmt: oracle.Format, rows: np.ndarray, cache: Any, slots: n
     option = "scale_rounding" if fmt in oracle.FP4 else "scale_format"
     latent, rope = kind.put(rows[:, :512].copy()), kind.put(rows[:, 512:].copy())
     more = {"layout": fmt.name, option: scale_format}
+    if scale_format == "no floor":
+        more = {"layout": fmt.name, "scale_floor": 0}
     cupy_mla.concat_and_cache_mla(latent, rope, cache, kind.put(slots), **more)
 
 
@@ -73,22 +85,23 @@ def pack(kind: NumPy, fmt: oracle.Format, rows: np.ndarray, cache: Any, slots: n
 
 @every_scale_format
 def test_rows_are_packed(kind, rng, fmt, scale_format):
-    """All but the skipped tokens, to the byte; whatever lies beside them stays."""
-    block_size, tokens = int(rng.choice([1, 3, 64])), 40
-    rows = latent(rng, tokens, fmt.d_qk) * 2.0 ** rng.integers(-20, 20, (tokens, 1))
-    rows = rows.astype(BF16)
-    rows[1], rows[2, :128] = 0, 0
-    num_blocks = tokens // block_size + 2
-    slots = rng.permutation(num_blocks * block_size)[:tokens]
-    slots[3], slots[5] = -1, num_blocks * block_size
-    cache = kind.put(poisoned((num_blocks, block_size, fmt.token_bytes), np.uint8))
-    pack(kind, fmt, rows, cache, slots, scale_format=scale_format)
-    want = np.full((num_blocks, block_size * fmt.token_bytes), 0xFF, np.uint8)
-    for row, slot in zip(rows, slots, strict=True):
-        if 0 <= slot < num_blocks * block_size:
-            block, t = divmod(int(slot), block_size)
-            oracle.write_token(fmt, want[block], block_size, t, row, scale_format)
-    np.testing.assert_array_equal(kind.take(cache).reshape(want.shape), want)
+    """All but the skipped tokens, to the byte; whatever lies beside them stays, between blocks too."""
+    tokens = 20
+    for block_size in BLOCK_SIZES:
+        rows = latent(rng, tokens, fmt.d_qk) * 2.0 ** rng.integers(-20, 20, (tokens, 1))
+        rows = rows.astype(BF16)
+        rows[1], rows[2, :128] = 0, 0
+        num_blocks = tokens // block_size + 2
+        slots = rng.permutation(num_blocks * block_size)[:tokens]
+        slots[3], slots[5] = -1, num_blocks * block_size
+        cache = empty_cache(fmt, num_blocks, block_size, int(rng.integers(3)))
+        there, whole = kind.put_with_allocation(cache)
+        pack(kind, fmt, rows, there, slots, scale_format=scale_format)
+        for row, slot in zip(rows, slots, strict=True):
+            if 0 <= slot < num_blocks * block_size:
+                block, t = divmod(int(slot), block_size)
+                oracle.write_token(fmt, block_bytes(cache, block), block_size, t, row, scale_format)
+        np.testing.assert_array_equal(kind.take(whole), allocation(cache), f"blocks of {block_size}")
 
 
 @pytest.mark.parametrize(
@@ -119,27 +132,83 @@ def test_vectors(kind, fmt, row, scale_format, expected):
     assert told(kind.take(cache).tobytes()) == expected
 
 
-every_fp4_writer = pytest.mark.parametrize(
-    ("fmt", "scale_format"), [pair for pair in scale_formats() if pair[0] in oracle.FP4[:-1]], ids=shown
-)
+@pytest.mark.parametrize(
+    ("row", "rope", "scale_format", "expected"),
+    [("A", 64, "ue8m0", ("fad879f6687bf271", "987b257b89e83f58")),
+     ("B", 64, "ue8m0", ("7000000000fe0000", "d400a1ae08504325")),
+     ("A", 0, "ue8m0", ("fad879f6687bf271", "5fc8c6546a728ee0")),
+     ("B", 0, "ue8m0", ("7000000000fe0000", "aa302ebda5baf77b")),
+     ("A", 0, "fp32", ("fbd97af8697df372", "953e348f89c9b562")),
+     ("B", 0, "fp32", ("7000000000fe0000", "3353f6f5ba093ac9"))],
+)  # fmt: skip
+def test_vectors_of_656_bytes(kind, row, rope, scale_format, expected):
+    """With RoPE, and of models without, whose part of the row is zeros."""
+    cache = kind.put(poisoned((1, 1, 656), np.uint8))
+    given = kind.put(LATENT[row][None].copy()), kind.put(ROPE[row][None, :rope].copy())
+    cupy_mla.concat_and_cache_mla(*given, cache, kind.put(np.array([0])), scale_format=scale_format)
+    assert told(kind.take(cache).tobytes()) == expected
 
 
+@pytest.mark.long(part=4)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # signalling NaN
-@every_fp4_writer
+@every_writer
 def test_every_bf16_value(kind, rng, fmt, scale_format):
-    """As the largest of a tile, NaN and infinities too, above others of its size; and without a scale."""
-    count = -(-(2**15) * fmt.tile // fmt.nope)  # rows
+    """With either sign as the largest of a tile, NaN and infinities too, above others of its size, down to those that
+    become 0; and without a scale."""
+    count, spread = -(-(2**15) * fmt.tile // fmt.nope), 700 if fmt in oracle.FP4 else 2500  # rows; bf16 numbers
     bits = np.resize(np.arange(2**15), (count * fmt.nope // fmt.tile, 1))
-    bits = np.maximum(bits - rng.integers(0, 700, (len(bits), fmt.tile)) * (np.arange(fmt.tile) > 0), 0)
-    bits |= rng.integers(2, size=bits.shape) << 15
+    bits = np.maximum(bits - rng.integers(0, spread, (len(bits), fmt.tile)) * (np.arange(fmt.tile) > 1), 0)
+    signs = rng.integers(2, size=bits.shape)
+    signs[:, 1] = 1 - signs[:, 0]
     rope = np.resize(np.arange(2**16), (count, fmt.d_qk - fmt.nope))
-    if fmt is oracle.V32_NVFP4:
-        rope[rope > 0xFF80] = 0x7FC0  # NaN, of one sign
-    rows = np.concatenate([bits.reshape(count, -1), rope], axis=1).astype(np.uint16).view(BF16)
-    cache = kind.put(poisoned((count, 1, fmt.token_bytes), np.uint8))
-    pack(kind, fmt, rows, cache, np.arange(count), scale_format)
-    want = [b"".join(oracle.pack_row(fmt, row, scale_format)) for row in rows]
-    np.testing.assert_array_equal(kind.take(cache).reshape(count, -1), [np.frombuffer(row, np.uint8) for row in want])
+    rows = np.concatenate([(bits | signs << 15).reshape(count, -1), rope], axis=1).astype(np.uint16).view(BF16)
+    cache = empty_cache(fmt, -(-count // 64), 64)
+    there, whole = kind.put_with_allocation(cache)
+    pack(kind, fmt, rows, there, np.arange(count), scale_format)
+    for t, row in enumerate(rows):
+        oracle.write_token(fmt, block_bytes(cache, t // 64), 64, t % 64, row, scale_format)
+    np.testing.assert_array_equal(kind.take(whole), allocation(cache))
+
+
+@pytest.mark.parametrize("floor", [0, 2.0**-126, 2.0**-30, 1])
+def test_floor_of_float32_scales(kind, floor):
+    """A scale that is smaller, or no normal number, becomes the floor. Under a scale of 0 all codes are 0."""
+    least = 448 * 2.0**-126  # of a normal scale
+    largest = np.array([
+        0, -0.0, 2.0**-133, -(2.0**-126), least, -least * (1 - 2.0**-8), least * (1 + 2.0**-7), 448 * 2.0**-30,
+        -448 * 2.0**-31, 500 * 2.0**-31, 446 * 2.0**-30, 448, 446, 450, 1e30, -1e-3,
+    ])  # fmt: skip
+    values = np.zeros((len(largest), 128), np.float32)
+    values[:, 0], values[:, 1], values[:, 2], values[:, 3] = largest, -largest / 3, largest / 100, -0.0
+    tiles = values.astype(BF16).astype(np.float32)
+    cache = kind.put(poisoned((4, 1, 528), np.uint8))
+    cupy_mla.concat_and_cache_mla(
+        kind.put(tiles.reshape(4, 512).astype(BF16)), kind.put(np.zeros((4, 0), BF16)), cache,
+        kind.put(np.arange(4)), layout="v32_nope_fp8", scale_floor=floor,
+    )  # fmt: skip
+    got = kind.take(cache)[:, 0]
+    ratios = np.abs(tiles).max(1) / np.float32(448)
+    scales = np.where(ratios >= max(floor, 2.0**-126), ratios, np.float32(floor))
+    np.testing.assert_array_equal(got[:, 512:].copy().view(np.float32).reshape(-1), scales)
+    with np.errstate(all="ignore"):
+        codes = np.where(scales[:, None] == 0, 0, oracle.e4m3_code(tiles / scales[:, None]))
+    np.testing.assert_array_equal(got[:, :512].reshape(-1, 128), codes)
+
+
+@every_written
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_are_read_back_as_nan(kind, rng, fmt, value):
+    """In FP8 a NaN is lost alone, infinity with its tile, whose scale is infinite; in FP4 the tile is. Others stay."""
+    rows = latent(rng, 2, fmt.d_qk)
+    rows[:, 70], rows[1] = 0, rows[0]
+    rows[1, 70] = value
+    cache = kind.put(empty_cache(fmt, 1, 2))
+    pack(kind, fmt, rows, cache, np.arange(2), "nearest" if fmt in oracle.FP4 else "fp32")
+    want, got = kind.take(cupy_mla.unpack_rows(cache, kind.put(np.arange(2)), layout=fmt.name))
+    assert np.isfinite(want).all()
+    first = 70 // fmt.tile * fmt.tile
+    want[slice(70, 71) if np.isnan(value) and fmt not in oracle.FP4 else slice(first, first + fmt.tile)] = np.nan
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("fmt", oracle.FP4, ids=shown)
@@ -165,19 +234,26 @@ def test_any_bytes_are_read(kind, rng, fmt):
 
 @every_cache
 def test_rows_are_unpacked(kind, rng, fmt):
-    of = paged(rng, fmt, 1, 1, 100, 16, gap=2)
-    capacity = of.cache.shape[0] * 16
-    slots = np.append(np.setdiff1d(np.arange(capacity), of.dead)[:20], [-1, capacity]).astype(np.int32)
-    got = cupy_mla.unpack_rows(kind.put(of.cache), kind.put(slots), layout=fmt.name)
-    want = np.append(oracle.named_rows(fmt, of.cache, slots[:20]), np.zeros((2, fmt.d_qk)), axis=0)
-    np.testing.assert_array_equal(check_result(kind, got, FLOAT32), want.astype(np.float32))
+    for block_size in BLOCK_SIZES:
+        num_blocks, capacity = 20 // block_size + 2, (20 // block_size + 2) * block_size
+        slots = rng.permutation(capacity)[: min(20, capacity)]
+        cache = paged_rows(rng, fmt, num_blocks, block_size, slots, int(rng.integers(3)))
+        want = np.append(oracle.named_rows(fmt, cache, slots), np.zeros((2, fmt.d_qk)), axis=0)
+        slots = np.append(slots, [-1, capacity]).astype(np.int32)
+        got = cupy_mla.unpack_rows(kind.put(cache), kind.put(slots), layout=fmt.name)
+        np.testing.assert_array_equal(check_result(kind, got, FLOAT32), want.astype(np.float32))
 
 
 @every_cache
 def test_rows_are_gathered(kind, rng, fmt):
     """Of V4's kind the last 20 of each request, of the other whole requests."""
-    lens, block_size = np.array([20, 0, 33], np.int32), 16
-    of = in_cache(rng, fmt, lens, block_size)
+    for block_size in BLOCK_SIZES:
+        check_gather(kind, rng, fmt, block_size, int(rng.integers(3)))
+
+
+def check_gather(kind, rng, fmt, block_size, gap):
+    lens = np.array([20, 0, 33], np.int32)
+    of = in_cache(rng, fmt, lens, block_size, gap=gap)
     out = kind.put(poisoned((3, 40, fmt.d_qk), BF16))
     arrays = [*map(kind.put, (of.cache, lens, of.table))]
     if fmt in OF_V4:
@@ -212,7 +288,9 @@ every_attention = pytest.mark.parametrize(  # NVFP4: one kernel apiece
 
 @every_attention
 def test_sparse_decode(kind, rng, fmt, h_q, num_splits):
-    main, extra = paged(rng, fmt, 3, 2, 130, 64, lengths=True), paged(rng, fmt, 3, 2, 40, 1)
+    (block, gap), (extra_block, extra_gap) = blocks_of(rng), blocks_of(rng)
+    main = paged(rng, fmt, 3, 2, 130, block, gap=gap, lengths=True)
+    extra = paged(rng, fmt, 3, 2, 40, extra_block, gap=extra_gap)
     check_both_caches(kind, rng, (fmt, fmt), (main, extra), h_q, num_splits)
 
 
@@ -227,7 +305,9 @@ every_pair = pytest.mark.parametrize(
 @every_pair
 def test_extra_cache_of_another_layout(kind, rng, fmt, extra_fmt, h_q, num_splits):
     """With tiles without rows in both lists, so that tiles of either are passed over."""
-    main, extra = paged(rng, fmt, 2, 2, 130, 64), paged(rng, extra_fmt, 2, 2, 150, 3, lengths=True)
+    (block, gap), (extra_block, extra_gap) = blocks_of(rng), blocks_of(rng)
+    main = paged(rng, fmt, 2, 2, 130, block, gap=gap)
+    extra = paged(rng, extra_fmt, 2, 2, 150, extra_block, gap=extra_gap, lengths=True)
     main.indices[0, :, 32:96] = main.indices[1, 1] = extra.indices[1, :, 32:64] = -1
     check_both_caches(kind, rng, (fmt, extra_fmt), (main, extra), h_q, num_splits, extra_layout=extra_fmt.name)
 
@@ -250,7 +330,8 @@ def check_both_caches(kind, rng, formats, caches, h_q, num_splits, **more):
 @every_format
 @pytest.mark.parametrize("h_q", [7, 64])
 def test_dense_decode(kind, rng, fmt, h_q):
-    of = in_cache(rng, fmt, [0, 130, 2], 64, 2)
+    block_size, gap = blocks_of(rng)
+    of = in_cache(rng, fmt, [0, 130, 2], block_size, 2, gap=gap)
     q = off_zero_dense(fmt, queries(rng, 3, 2, h_q, fmt.d_qk), of)
     with poisoned_outputs():
         results = cupy_mla.dense_decode(
@@ -432,9 +513,16 @@ def test_what_is_stored_under_a_scale_of_0_is_0(kind, rng, fmt):
 
 @pytest.mark.parametrize("floor", [0, 3.0, 2.0, 0.3, -0.5, 2.0**-127, float("nan")])
 def test_scale_floors_are_powers_of_two(floor):
-    k, cache = np.zeros((1, 512), BF16), np.zeros((2, 64, 528), np.uint8)
+    k, keys, slots = np.zeros((1, 512), BF16), np.zeros((1, 128), BF16), np.array([0])
     with pytest.raises(ValueError, match=r"^scale_floor: expected a "):
-        cupy_mla.quantize_and_insert_k_cache(k, cache, np.array([0]), layout="v41_fp8", scale_floor=floor)
+        cupy_mla.quantize_and_insert_k_cache(
+            k, np.zeros((2, 64, 528), np.uint8), slots, layout="v41_fp8", scale_floor=floor
+        )
+    with pytest.raises(ValueError, match=r"^scale_floor: expected a "):
+        cupy_mla.indexer_k_quant_and_cache(keys, np.zeros((2, 64, 68), np.uint8), slots, scale_floor=floor)
+    if floor != 0:
+        with pytest.raises(ValueError, match=r"^scale_floor: expected (0 or )?a "):
+            cupy_mla.concat_and_cache_mla(k, k[:, :64], np.zeros((2, 64, 656), np.uint8), slots, scale_floor=floor)
 
 
 ANYTHING = "rows of 528 bytes may be anything: say"

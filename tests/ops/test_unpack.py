@@ -55,7 +55,9 @@ def check(kind, rng, fmt, num_blocks: int, block_size: int, gap: int, dtype: typ
 
 @every_format
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-@pytest.mark.parametrize(("num_blocks", "block_size", "gap"), [(1, 1, 0), (3, 2, 1), (2, 61, 0), (3, 64, 2)])
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "gap"), [(1, 1, 0), (3, 2, 1), (2, 61, 0), (3, 64, 2), (1, 128, 1), (2, 256, 0)]
+)
 def test_rows(kind, rng, fmt, dtype: type, num_blocks: int, block_size: int, gap: int) -> None:
     check(kind, rng, fmt, num_blocks, block_size, gap, dtype)
 

@@ -21,7 +21,7 @@ LAYOUTS = dict(zip(FORMATS, layouts.CACHE_LAYOUTS, strict=True))
 
 
 @given(
-    st.integers(0, 2**32 - 1), st.sampled_from(FORMATS), st.integers(1, 4), st.sampled_from([1, 2, 61, 64]),
+    st.integers(0, 2**32 - 1), st.sampled_from(FORMATS), st.integers(1, 4), st.sampled_from([1, 2, 61, 64, 128, 256]),
     st.integers(0, 2),
 )  # fmt: skip
 def test_rows_are_those_of_the_oracle(seed, fmt, num_blocks, block_size, gap):

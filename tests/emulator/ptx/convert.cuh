@@ -57,10 +57,10 @@ inline void e4m3x4_to_float(uint32_t bytes, float (&v)[4]) {
     }
 }
 
-// Float32 to e4m3 in integers, to nearest even, saturating at 448; NaN keeps its sign.
+// Float32 to e4m3 in integers, to nearest even, saturating at 448; NaN becomes 0x7f.
 inline uint32_t float_to_e4m3(float x) {
     const uint32_t word = emu::bits<uint32_t>(x), sign = word >> 24 & 0x80, magnitude = word & 0x7fffffff;
-    if (magnitude > 0x7f800000) return sign | 0x7f;
+    if (magnitude > 0x7f800000) return 0x7f;
     if (magnitude >= 0x43e00000) return sign | 0x7e;  // 448
     if (magnitude < 0x3c800000)                       // 2^-6: multiples of 2^-9
         return sign | (emu::bits<uint32_t>(emu::bits<float>(magnitude) + 16384.0f) & 0xf);
