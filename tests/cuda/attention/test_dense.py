@@ -118,7 +118,7 @@ def test_fp8_rows_on_hopper(monkeypatch, layout):
         kernels = launched(gpu)
         assert [kernel.name for kernel, _ in kernels] == names
         assert kernels[0][1] == grid
-        assert kernels[0][0].defines["HEADS"] == (32 if heads <= 32 else 64)
+        assert kernels[0][0].defines["HEADS"] == (16 if heads <= 16 else 64)
         assert layout.defines().items() <= kernels[0][0].defines.items()
 
 

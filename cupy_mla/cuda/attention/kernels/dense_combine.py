@@ -51,7 +51,7 @@ def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     yield kernel()
     yield kernel(half=True)
-    for lines in fp8_sm90.DENSE_LINES:
+    for lines in fp8_sm90.HEADS:
         yield kernel(lines, fp8=True)
 
 

@@ -1,4 +1,4 @@
-"""`kernels_cu/attention/dense_fp8_sm90.cu`: dense decode over FP8 rows on Hopper, 32 or 64 lines a work item."""
+"""`kernels_cu/attention/dense_fp8_sm90.cu`: dense decode over FP8 rows on Hopper, 16, 32 or 64 lines an item."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .dense_cluster_sm90 import clusters, largest
 from .work import whole
 
 LAYOUTS = fp8_sm90.LAYOUTS_OF_FP8
-LINES = fp8_sm90.DENSE_LINES  # query tokens times heads
+LINES = fp8_sm90.HEADS  # query tokens times heads
 DIVISIONS = {Whole: 0, Clusters: 1, Shares: 5}  # numbers of kernels_cu/attention/division/division.cuh
 MOST_PAIRS = 16  # pairs of tiles of a whole request; see `dense_cluster_sm90.MOST_PAIRS`
 SPILL_BYTES = {V32_NOPE_FP8: 4}  # an address
@@ -56,7 +56,7 @@ def candidates(problem: DenseProblem) -> Iterator[Division]:
     if problem.batch_invariant:  # the choice may depend on lines alone
         yield from dense_combine.candidates(problem, (*few, max(LINES))[0])
         return
-    for lines in LINES if problem.lines > min(LINES) else LINES[:1]:
+    for lines in LINES if problem.division else fp8_sm90.cta_heads(problem.lines):
         yield from dense_combine.candidates(problem, lines)
         if problem.num_splits <= 1 and (problem.forced or problem.num_splits or problem.pairs <= MOST_PAIRS):
             yield Whole(lines)

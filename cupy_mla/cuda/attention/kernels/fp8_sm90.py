@@ -51,7 +51,6 @@ from .work import cluster_splits, in_rounds, rounds_of, shares, split, whole
 LAYOUTS_OF_FP8 = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512, V32_NOPE_FP8, V41_FP8, V41_FP8_SPLIT)
 LAYOUTS = (*LAYOUTS_OF_FP8, V32_NVFP4, V4_NVFP4)
 HEADS = (16, 32, 64)  # heads a CTA is built for
-DENSE_LINES = HEADS[1:]  # of a work item over rows of a block table
 RING = {16: 4, 32: 4, 64: 3}  # stages of a tile each, by heads of a CTA; kernels_cu/attention/fp8_sm90.cu
 UNEVEN_ITEM_COST = 8  # what an item of unequal lists costs beside its pairs, in eighths of a pair of tiles
 LEAST_SPLIT = 2  # pairs of tiles of a split in shares
