@@ -1,8 +1,8 @@
 """DeepSeek-V4 and V4.1: attention over the paged caches, in place of FlashMLA's decode.
 
 SGLang's backend keeps FlashMLA's function in an attribute, which we replace when the backend has been made. It serves
-decodes, tokens that speculation verifies or drafts, and short prefills. Long prefills (`flash_mla_sparse_fwd`), the
-indexer and the compressors are SGLang's.
+decodes, and tokens that speculation verifies or drafts; prefills only where `SGLANG_OPT_FLASHMLA_SPARSE_PREFILL` is
+off. Other prefills (`flash_mla_sparse_fwd`), the indexer and the compressors are SGLang's.
 """
 
 from __future__ import annotations
