@@ -116,6 +116,7 @@ def test_steps_by_sglangs_classes(rng_seed) -> None:
     assert result.returncode == 0, result.stderr
     assert "6 hooks registered and applied" in result.stdout
     assert result.stdout.count("8 steps of a layer and its indexer") == 6
+    assert result.stdout.count("4 steps with a graph's metadata") == 2
     assert result.stdout.count("kinds of layers") == 4
 
 

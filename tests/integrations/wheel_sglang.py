@@ -121,7 +121,7 @@ def hooked() -> None:
     print("6 hooks registered and applied")
 
 
-def options(prefill: str, decode: str) -> None:
+def options(prefill: str, decode: str, drafts: int | None = DRAFTS) -> None:
     """SGLang's options, of which its classes read these."""
     context = importlib.import_module("sglang.srt.runtime_context")
     kernel = SimpleNamespace(
@@ -134,7 +134,7 @@ def options(prefill: str, decode: str) -> None:
             features=SimpleNamespace(enable_memory_saver=False, enable_decoder_swa_bounded_replay=False),
             overlap=SimpleNamespace(enable_two_batch_overlap=False),
         ),
-        "spec": SimpleNamespace(speculative_eagle_topk=1, speculative_num_draft_tokens=DRAFTS),
+        "spec": SimpleNamespace(speculative_eagle_topk=1, speculative_num_draft_tokens=drafts),
         "schedule": SimpleNamespace(mem_fraction_static=0.8, enable_mixed_chunk=False),
         "disagg": SimpleNamespace(disaggregation_mode="null"),
         "memory": SimpleNamespace(enable_hisparse=False),
@@ -189,6 +189,7 @@ def dequantize(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 def without_kernels() -> None:
     """What stands in for kernels of a step."""
     ops = "sglang.kernels.ops"
+    vars(importlib.import_module("deep_gemm"))["get_paged_mqa_logits_metadata"] = lambda *_: torch.zeros(133, 2)
     importlib.import_module(f"{ops}.kvcache.dsa_index_k_cache").GetKAndS.execute = staticmethod(gather)
     vars(importlib.import_module(f"{ops}.attention.dsv4.topk"))["plan_topk_v2"] = lambda lens: lens.new_zeros(len(lens))
     vars(importlib.import_module(f"{ops}.attention.flash_mla_interface"))["get_mla_metadata"] = lambda **_: (None, None)
@@ -334,6 +335,56 @@ def drive(rng: np.random.Generator, layout: str, heads: int, prefill: str, decod
     print(f"{len(STEPS)} steps of a layer and its indexer: {layout}, {heads} heads, {prefill}, {decode}, {forms}")
 
 
+def fused_metadata(
+    seq_lens: torch.Tensor, req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, cache_seqlens: torch.Tensor,
+    page_table_1: torch.Tensor | None, dsa_cache_seqlens: torch.Tensor, real_page_table: torch.Tensor, **_: Any,
+) -> None:  # fmt: skip
+    """SGLang's Triton kernel that writes what decodes of a graph read. Entries behind a request's tokens stay."""
+    cache_seqlens.copy_(seq_lens)
+    dsa_cache_seqlens.copy_(seq_lens.clamp(max=K))
+    for r, (request, n) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
+        real_page_table[r, : -(-n // PAGE)] = req_to_token[request, :n:PAGE] // PAGE
+        if page_table_1 is not None:
+            page_table_1[r, :n] = req_to_token[request, :n]
+
+
+def replays(rng: np.random.Generator, drafts: int | None) -> None:
+    """Decodes with the metadata of a graph, which is captured with contexts of one token and replayed with longer and
+    shorter ones. Without drafts SGLang keeps no table of slots."""
+    context = importlib.import_module("sglang.srt.model_executor.forward_context")
+    importlib.import_module("sglang.srt.environ").envs.SGLANG_DSA_FUSE_TOPK.set(True)
+    options("flashmla_sparse", "flashmla_sparse", drafts)
+    caches, heads = Caches(rng, PAGE, 8, K, TIMES), 8
+    backend, indexer = backend_of(caches, "bf16", heads), indexer_of()
+    backend._fused_decode_metadata = fused_metadata
+    context.set_forward_context(context.ForwardContext(backend))
+    backend.init_cuda_graph_state(4, 12)
+    assert backend.dsa_drop_wide_page_table == (drafts is None)
+    layer = SimpleNamespace(
+        is_cross_attention=False, layer_id=LAYER, tp_q_head_num=heads, v_head_dim=512, head_dim=576, scaling=SCALE
+    )
+    steps = "decodes after a prefill", "other requests' decodes", "short decodes", "decodes after a prefill"
+    addresses = set()
+    for number, name in enumerate(steps):
+        asked = caches.of(STEPS[name][1])
+        batch = batch_of(name, asked)
+        if number == 0:
+            lens, batch.seq_lens = batch.seq_lens, torch.ones_like(batch.seq_lens)
+            backend.init_forward_metadata_out_graph(batch, in_capture=True)
+            batch.seq_lens = lens
+        backend.init_forward_metadata_out_graph(batch)
+        metadata = backend.get_indexer_metadata(LAYER, batch)
+        addresses.add((metadata.get_page_table_64().data_ptr(), metadata.get_seqlens_expanded().data_ptr()))
+        weights = as_torch(asked.weights)[..., None]
+        lists = indexer._get_topk_paged(batch, LAYER, as_torch(asked.index_q.view(E4M3)), weights, metadata)
+        np.testing.assert_array_equal(lists.numpy(), wanted(caches, asked, "slots"))
+        q = as_torch(asked.q).flatten(1)
+        got = backend.forward_decode(q, None, None, layer, batch, save_kv_cache=False, topk_indices=lists)
+        assert_result(got.float().numpy(), asked.want)
+    assert len(addresses) == 1
+    print(f"{len(steps)} steps with a graph's metadata, drafts: {drafts}")
+
+
 def main(folder: str, seed: str) -> None:
     without_packages(folder)
     hooked()
@@ -347,6 +398,8 @@ def main(folder: str, seed: str) -> None:
     drive(rng, "v32_fp8", 64, "flashmla_sparse", "flashmla_kv", True)
     drive(rng, "v32_fp8", 8, "flashmla_sparse", "flashmla_kv", False)
     drive(rng, "v32_nope_fp8", 8, "flashmla_kv", "flashmla_kv", True)
+    replays(rng, None)
+    replays(rng, DRAFTS)
     options("flashmla_kv", "flashmla_kv")
     wheel_sglang_v4.drive(rng)
 
