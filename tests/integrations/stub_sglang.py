@@ -189,19 +189,6 @@ FILES = {
         def get_parallel():
             return parallel
         """,
-    "srt/environ": """
-        class Flag:
-            def __init__(self, value):
-                self.value = value
-
-            def get(self):
-                return self.value
-
-        class Envs:
-            SGLANG_DSA_FUSE_TOPK = Flag(True)
-
-        envs = Envs()
-        """,
 }
 
 

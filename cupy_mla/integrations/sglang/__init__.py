@@ -86,7 +86,6 @@ NEEDS: Needs = {
         "DSATokenToKVPool.index_page_size",
     ),
     "srt.runtime_context": ("get_exec()",),
-    "srt.environ": ("envs", "Envs.SGLANG_DSA_FUSE_TOPK"),
 }
 # What `deepseek_v4` needs beyond that.
 V4_NEEDS: Needs = {

@@ -69,8 +69,8 @@ def get_topk_paged(
     select_rows_paged(
         q_fp8[:tokens].view(requests, each, *q_fp8.shape[1:]),
         self._get_index_k_read_buffer(pool, layer_id).view(-1, PAGE, KEY_BYTES), weights[:tokens].squeeze(-1),
-        lens.view(requests, each), table[::each], table.shape[1] * PAGE, self.index_topk, slots=_is_converted(metadata),
-        out=out[:tokens],
+        lens.view(requests, each), table[::each], table.shape[1] * PAGE, self.index_topk,
+        slots=not metadata.force_unfused_topk, out=out[:tokens],
     )  # fmt: skip
     return out
 
@@ -123,7 +123,7 @@ def get_topk_ragged(
     keys, scales = pool.get_index_k_scale_buffer(
         layer_id, metadata.get_indexer_seq_len(), table, int(lens.sum()), int(lens.max())
     )
-    converted, out = _is_converted(metadata), topk_result[:tokens]
+    converted, out = not metadata.force_unfused_topk, topk_result[:tokens]
     in_gathered = converted and metadata.topk_transform_method.name == "RAGGED"
     in_cache: dict[str, Any] = {}
     if converted and not in_gathered:
@@ -145,13 +145,6 @@ def _pool() -> Any:
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
     return get_token_to_kv_pool()
-
-
-def _is_converted(metadata: Any) -> bool:
-    """Whether attention wants slots or gathered rows, and not positions."""
-    from sglang.srt.environ import envs
-
-    return bool(envs.SGLANG_DSA_FUSE_TOPK.get()) and not metadata.force_unfused_topk
 
 
 def _is_left(indexer: Any, pool: Any, metadata: Any) -> bool:
