@@ -10,7 +10,7 @@ import pytest
 
 from cupy_mla.integrations import vllm as plugin
 from tests import kinds
-from tests.integrations import stub_vllm
+from tests.integrations import stub_sglang, stub_vllm
 
 
 @pytest.fixture(params=["torch", pytest.param("torch_cuda", marks=pytest.mark.gpu)])
@@ -46,3 +46,14 @@ def vllm(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(sys.modules):
         if name.partition(".")[0] == "vllm" or name in adapters:
             del sys.modules[name]
+
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The stand-ins as `sglang`, in a folder of the test's own; they are gone afterwards."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield stub_sglang.write(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        del sys.modules[name]

@@ -74,7 +74,11 @@ class Caches:
 
     def step(self, name: str) -> Asked:
         """What a step of ORDER asks for. Contexts are `times` as long as there."""
-        which, query_lens, lens = zip(*ORDER[name], strict=True)
+        return self.of(ORDER[name])
+
+    def of(self, requests: list[tuple[int, int, int]]) -> Asked:
+        """What a step of these requests asks for, which are as those of ORDER."""
+        which, query_lens, lens = zip(*requests, strict=True)
         seq_lens = [
             n * self._times if n else int(self._rng.integers(2, self._k + 1)) if query_len else 1
             for n, query_len in zip(lens, query_lens, strict=True)

@@ -91,7 +91,33 @@ def test_ranks_that_share_rows(rng_seed) -> None:
 
 @pytest.mark.contracts
 def test_sglang() -> None:
-    assert missing(unpacked("sglang") / "sglang", sglang.NEEDS) == []
+    package = unpacked("sglang") / "sglang"
+    assert missing(package, sglang.NEEDS) == missing(package, sglang.V4_NEEDS) == []
+
+
+@pytest.mark.contracts
+def test_deepseek_v4_in_sglang() -> None:
+    """Each keyword with which V4's backend calls FlashMLA is one of our function's, or of those that it ignores."""
+    path = unpacked("sglang").joinpath("sglang", "srt", "layers", "attention", "deepseek_v4_backend.py")
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    (call,) = [node for node in calls if ast.unparse(node.func) == "flash_mla_with_kvcache"]
+    ours = importlib.import_module(f"{sglang.__name__}.deepseek_v4").flash_mla_with_kvcache
+    bound = inspect.signature(ours).bind("v4_fp8", *call.args, **dict.fromkeys(each.arg for each in call.keywords))
+    ignored = {"head_dim_v", "block_table", "cache_seqlens", "tile_scheduler_metadata", "is_fp8_kvcache"}
+    assert bound.arguments["schedule"].keys() == ignored
+
+
+@pytest.mark.contracts
+def test_steps_by_sglangs_classes(rng_seed) -> None:
+    """Its hooks, backends, metadata, indexer and pools around our functions, on the CPU, in a process of their own."""
+    pytest.importorskip("transformers", reason="transformers is not installed, which SGLang imports")
+    command = [sys.executable, "-m", "tests.integrations.wheel_sglang", unpacked("sglang"), str(rng_seed)]
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "6 hooks registered and applied" in result.stdout
+    assert result.stdout.count("8 steps of a layer and its indexer") == 6
+    assert result.stdout.count("4 steps with a graph's metadata") == 2
+    assert result.stdout.count("kinds of layers") == 4
 
 
 @pytest.mark.contracts

@@ -83,8 +83,11 @@ class _EmptyModule(ModuleType):
 class _Lacking:
     """Finds packages that are not installed, after all other finders."""
 
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in LACKING else None  # type: ignore
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self._names else None  # type: ignore
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _EmptyModule(spec.name)
@@ -481,10 +484,10 @@ def stand_ins(rng: np.random.Generator) -> None:
     print("what stands in for TileLang and CuTe DSL")
 
 
-def import_from(folder: str) -> None:
-    """Let vLLM come from a folder, where packages that it imports may lack."""
+def import_from(folder: str, lacking: tuple[str, ...] = LACKING) -> None:
+    """Let an engine come from a folder, where packages that it imports may lack."""
     sys.path.insert(0, folder)
-    sys.meta_path.append(_Lacking())  # type: ignore[arg-type]
+    sys.meta_path.append(_Lacking(lacking))  # type: ignore[arg-type]
     torch.accelerator.empty_cache = lambda: None  # which needs a GPU
 
 
