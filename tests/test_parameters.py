@@ -23,8 +23,6 @@ MORE = {
     "integrations.megatron.run_fused_qk_topk_with_loss": "Megatron-Core's signature",
     "integrations.megatron.run_fused_dsa_attention": "Megatron-Core's signature",
     "integrations.sglang.forward_flashmla_kv": "SGLang's signature",
-    "integrations.vllm.deepseek_v4.flash_mla_with_kvcache": "vLLM's signature",
-    "integrations.vllm.deepseek_v4.combine_topk_swa_indices": "vLLM's signature",
     "integrations.vllm.fused.fused_norm_rope": "vLLM's signature",
     "integrations.vllm.fused.fused_q": "vLLM's signature",
     "integrations.vllm.indexer.sparse_attn_indexer": "vLLM's signature",
