@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import cupy_mla
-from tests import oracle, oracle_v4
+from tests import indexers, oracle, oracle_indexer, oracle_v4
 from tests.cases import latent, queries
 
 # As `steps.ORDER`: requests by numbers, with their query tokens and the tokens of their context, decodes first. A
@@ -24,8 +24,10 @@ ORDER: dict[str, list[tuple[int, int, int]]] = {
     "a prefill after padded decodes": [(0, 6, 512)],
     "other requests' decodes": [(3, 1, 10), (0, 1, 513)],
 }
+GUESSED = [(1, 3, 420), (0, 1, 301), (2, 2, 81)]  # decodes with guessed tokens
 REQUESTS, MAX_LEN, MAX_TOKENS = 5, 1024, 64
-WINDOW, TOPK, BLOCK, WINDOW_BLOCK = 32, 128, 256, 64
+WINDOW, TOPK, BLOCK, WINDOW_BLOCK = 32, 32, 256, 64
+INDEX_HEADS, KEY_GAP = 8, 48  # blocks of keys are multiples of 576 bytes, too: so many times 4 bytes behind one
 SCALE = 512**-0.5
 RATIOS = (1, 4, 128)
 
@@ -40,7 +42,8 @@ class Asked:
         requests, positions, slots: int32 and int64 [T]; the last are -1 for tokens that pad.
         table, window_table: [r, blocks] int32.
         q: bf16 [T, h, 512].
-        lists: int32 [T, k] rows that an indexer chose, -1 behind.
+        index_q, weights: e4m3 bytes [T, H, 128] and float32 [T, H], of the indexer.
+        lists: int32 [T, k] rows that are to be chosen, -1 behind.
         want: float64 [T, h, 512]; 0 for tokens that pad.
     """
 
@@ -53,6 +56,8 @@ class Asked:
     table: np.ndarray
     window_table: np.ndarray
     q: torch.Tensor
+    index_q: np.ndarray
+    weights: np.ndarray
     lists: np.ndarray
     want: np.ndarray
 
@@ -75,6 +80,7 @@ class Layer:
 
     Attributes:
         window, compressed: [blocks, block_size, 584] bytes; the latter None for a ratio of 1.
+        keys: [blocks, rows of a block, 132] bytes, an indexer's; its sums are exact.
         sink: [heads] float32.
         chosen: [MAX_TOKENS, TOPK] int32, the buffer in which an indexer leaves its lists. Rows of tokens that pad keep
             what they had.
@@ -88,16 +94,19 @@ class Layer:
         ]
         self.window = random_cache(rng, self._tables[0].size, WINDOW_BLOCK)
         self.compressed = random_cache(rng, self._tables[1].size, BLOCK // ratio) if ratio > 1 else None
+        codes = indexers.exact_codes(rng, self._tables[1].size, BLOCK // ratio, 128)
+        self._codes = codes.reshape(-1, 128)
+        self.keys = indexers.key_cache(codes, np.ones(codes.shape[:2], np.float32), KEY_GAP)
         self.sink = torch.from_numpy(rng.standard_normal(heads).astype(np.float32))
         self.chosen = torch.full((MAX_TOKENS, TOPK), 7, dtype=torch.int32)
 
     def step(self, name: str, visible: tuple[np.ndarray, np.ndarray] | None = None) -> Asked:
-        """What a step of ORDER asks for; the indexer has chosen.
+        """What a step of ORDER, or "guessed tokens", asks for; the indexer has chosen.
 
         Args:
             visible: [T] how many tokens of its image a token sees before and behind it.
         """
-        which, query_lens, seq_lens = (list(each) for each in zip(*ORDER[name], strict=True))
+        which, query_lens, seq_lens = (list(each) for each in zip(*ORDER.get(name, GUESSED), strict=True))
         starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
         own = int(starts[-1])
         tokens = max(own, len(which)) if max(query_lens) == 1 else own
@@ -106,6 +115,8 @@ class Layer:
         slots, lists = np.full(tokens, -1, np.int64), np.full((tokens, TOPK), -1, np.int32)
         window_table, table = (each[which] for each in self._tables)
         q, want = queries(self._rng, tokens, self.heads, 512), np.zeros((tokens, self.heads, 512))
+        index_q = indexers.exact_codes(self._rng, tokens, INDEX_HEADS, 128)
+        weights = indexers.exact_weights(self._rng, tokens, INDEX_HEADS)
         sink, size = self.sink.numpy(), BLOCK // self.ratio
         gathered = oracle_v4.prefill_gather_lens(np.array(seq_lens), starts, 0, WINDOW)
         for t, r in enumerate(requests[:own]):
@@ -116,15 +127,18 @@ class Layer:
             named = window_table[r, at // WINDOW_BLOCK] * WINDOW_BLOCK + at % WINDOW_BLOCK
             rows = [oracle.named_rows(oracle.V4, self.window.numpy(), named)]
             if self.compressed is not None:
-                complete = int(p + 1) // self.ratio
-                all_rows = self._rng.permutation(complete) if self.ratio == 4 else np.arange(complete)
-                lists[t, : min(complete, TOPK)] = all_rows[:TOPK]
-                chosen = lists[t][lists[t] >= 0]
+                chosen = np.arange(int(p + 1) // self.ratio)
+                if self.ratio == 4:
+                    keys = self._codes[table[r, chosen // size] * size + chosen % size]
+                    logits = oracle_indexer.logits(index_q[t], keys, np.ones(len(chosen)), weights[t])
+                    lists[t] = oracle_indexer.topk(logits, TOPK, 0, len(chosen))
+                    chosen = lists[t][lists[t] >= 0]
                 named = table[r, chosen // size] * size + chosen % size
                 rows.append(oracle.named_rows(oracle.V4, self.compressed.numpy(), named))
             want[t], _, _ = oracle.attend(q[t], np.concatenate(rows), SCALE, sink)
         self.chosen[:own] = torch.from_numpy(lists[:own])
         bf16 = torch.from_numpy(q.astype(np.float32)).bfloat16()
         return Asked(
-            query_lens, seq_lens, starts, requests, positions, slots, table, window_table, bf16, lists, want
+            query_lens, seq_lens, starts, requests, positions, slots, table, window_table, bf16, index_q, weights,
+            lists, want,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from tests.backends.test_sparse_mla import assert_result  # noqa: E402
 from tests.integrations import steps_v4  # noqa: E402
 from tests.integrations.steps_v4 import BLOCK, MAX_LEN, MAX_TOKENS, ORDER, RATIOS, WINDOW, WINDOW_BLOCK  # noqa: E402
 from tests.integrations.stub_vllm import engine, loaded  # noqa: E402
+from tests.integrations.test_vllm import HOSTILE  # noqa: E402
 
 IMAGE = 40  # tokens of the longest image
 
@@ -99,6 +100,68 @@ def test_steps(adapter, rng, heads: int, ratio: int) -> None:
     for name in ORDER:
         asked = held.step(name)
         assert_result(attended(layer, held, asked, metadata_of(asked, ratio)), asked.want)
+
+
+def choosing(held: steps_v4.Layer) -> Any:
+    """What a layer's indexer calls to choose rows."""
+    op = made(held.heads, held.ratio).indexer.indexer_op
+    op.k_cache = SimpleNamespace(prefix="keys", kv_cache=torch.from_numpy(held.keys))
+    op.topk_indices_buffer, op.topk_tokens, op.compress_ratio = held.chosen.fill_(HOSTILE), steps_v4.TOPK, held.ratio
+    op.max_model_len, op.max_total_seq_len = MAX_LEN // held.ratio, 4 * MAX_LEN
+    return op
+
+
+def choose(op: Any, asked: steps_v4.Asked, batch: Any) -> Any:
+    loaded("vllm.forward_context").context.attn_metadata = None if batch is None else {"keys": batch}
+    q = torch.from_numpy(asked.index_q).view(torch.float8_e4m3fn)
+    return op(asked.q[:, 0], q, None, torch.from_numpy(asked.weights))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_choice_of_unequal_decodes(adapter, rng, padded: bool) -> None:
+    """Requests with one query token and with more, as of guessed tokens. `wheel_v4` has all else."""
+    held = steps_v4.Layer(rng, 4, 8)
+    op, asked = choosing(held), held.step("guessed tokens")
+    held.chosen.fill_(HOSTILE)
+    keys = loaded("vllm.v1.attention.backends.mla.indexer")
+    lens, seq_lens = torch.tensor(asked.query_lens), torch.tensor(asked.seq_lens, dtype=torch.int32)
+    table = torch.from_numpy(asked.table)
+    if padded:  # vLLM's builder has as many lengths a request as the longest has tokens
+        seen = (seq_lens[:, None] - 2 + torch.arange(3)) // held.ratio
+        decode = keys.DeepSeekV32IndexerDecodeMetadata(table, seen.int(), lens, True, None)
+    else:  # or each token counts as a request
+        seen = torch.from_numpy(asked.positions + 1).int()[:, None] // held.ratio
+        own = torch.from_numpy(asked.requests).long()
+        decode = keys.DeepSeekV32IndexerDecodeMetadata(table[own], seen, torch.ones(len(own)).int(), False, None)
+    batch = keys.DeepseekV32IndexerMetadata(
+        seq_lens, max(asked.seq_lens), None, len(lens), len(asked.positions), 0, 0, decode
+    )  # fmt: skip
+    assert choose(op, asked, batch) is held.chosen
+    np.testing.assert_array_equal(held.chosen[: len(asked.lists)].numpy(), asked.lists)
+    assert (held.chosen[len(asked.lists) :] == HOSTILE).all()
+
+
+def test_prefills_without_complete_rows(adapter, rng) -> None:
+    """vLLM makes no chunk of them; nothing is chosen."""
+    held = steps_v4.Layer(rng, 4, 8)
+    op, asked = choosing(held), held.step("decodes")
+    keys = loaded("vllm.v1.attention.backends.mla.indexer")
+    prefill = SimpleNamespace(chunks=[])
+    held.chosen.fill_(HOSTILE)
+    choose(op, asked, keys.DeepseekV32IndexerMetadata(torch.tensor([2]), 2, None, 0, 0, 1, 2, None, prefill))
+    assert (held.chosen[:2] == -1).all()
+    assert (held.chosen[2:] == HOSTILE).all()
+
+
+@pytest.mark.parametrize("lacking", [{"use_pcp": True}, {"dcp_world_size": 2}, {"use_fp4_cache": True}])
+def test_vllms_indexer_stays(adapter, rng, lacking: dict[str, Any]) -> None:
+    """In a profiling run, and where our operations lack what it needs."""
+    held = steps_v4.Layer(rng, 4, 8)
+    asked = held.step("decodes")
+    assert choose(choosing(held), asked, None) == "stock"
+    op = loaded("vllm.model_executor.layers.sparse_attn_indexer").SparseAttnIndexer(**lacking)
+    adapter.indexer.adopt_v4(op)
+    assert choose(op, asked, SimpleNamespace()) == "stock"
 
 
 @pytest.mark.parametrize("ratio", [1, 4])

@@ -1,6 +1,6 @@
 """DeepSeek-V4's attention layers of vLLM's wheel with our attention, part of what `wheel_vllm` drives: the wheel's own
-choice of a class, layers and metadata builders take several steps on one buffer, in each kind of layer, beside float64.
-The Triton kernels of the builders are plain loops here."""
+choice of a class, layers, indexer and metadata builders take several steps on one buffer, in each kind of layer, beside
+float64. The Triton kernels of the builders are plain loops here, as `wheel_vllm` has them or as they stand below."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.integrations.steps_v4 import (
     WINDOW_BLOCK,
     Asked,
     Layer,
-)  # fmt: skip
+)
+from tests.integrations.test_vllm import HOSTILE
 
 HEADS = 16
 CPU = torch.device("cpu")
@@ -104,9 +105,9 @@ def drive(rng: np.random.Generator, made: Any) -> None:
         held = Layer(rng, ratio, HEADS)
         layer = layer_of(ours, held)
         builders = builders_of(layer, config)
+        op = indexer_of(held) if ratio == 4 else None
         for name in ORDER:
-            asked = held.step(name)
-            step(layer, builders, asked)
+            step(layer, op, builders, held.step(name))
         print(f"{len(ORDER)} steps of DeepSeek-V4's layers, a compressed row for {ratio} tokens")
 
 
@@ -140,12 +141,31 @@ def builders_of(layer: Any, config: Any) -> dict[str, Any]:
     builders = {"swa": layer.swa_backend_cls.get_builder_cls()(window, ["swa"], config, CPU)}
     if layer.compress_ratio > 1:
         rows = spec(interface.MLAAttentionSpec, BLOCK, layer.compress_ratio)
+        keys = spec(interface.MLAAttentionSpec, BLOCK, layer.compress_ratio)
+        backend = importlib.import_module("vllm.v1.attention.backends.mla.indexer").DeepseekV4IndexerBackend
+        builders["keys"] = backend.get_builder_cls()(keys, ["keys"], config, CPU, block_table_width=MAX_LEN // BLOCK)
         builders["layer"] = layer.get_attn_backend().get_builder_cls()(rows, ["layer"], config, CPU)
     return builders
 
 
-def step(layer: Any, builders: dict[str, Any], asked: Asked) -> None:
-    """Metadata by vLLM's builders, and attention, beside what is right."""
+def indexer_of(held: Layer) -> Any:
+    """What a layer's indexer calls to choose rows, of vLLM's class."""
+    layers = importlib.import_module("vllm.model_executor.layers.sparse_attn_indexer")
+    op = layers.SparseAttnIndexer.__new__(layers.SparseAttnIndexer)
+    torch.nn.Module.__init__(op)
+    given = {
+        "k_cache": SimpleNamespace(prefix="keys", kv_cache=torch.from_numpy(held.keys)), "topk_tokens": TOPK,
+        "topk_indices_buffer": held.chosen, "max_model_len": MAX_LEN // held.ratio, "max_total_seq_len": 4 * MAX_LEN,
+        "compress_ratio": held.ratio, "use_pcp": False, "dcp_world_size": 1, "use_fp4_cache": False,
+        "candidate_blocks": None,
+    }  # fmt: skip
+    vars(op).update(given)
+    importlib.import_module("cupy_mla.integrations.vllm.indexer").adopt_v4(op)
+    return op
+
+
+def step(layer: Any, op: Any, builders: dict[str, Any], asked: Asked) -> None:
+    """Metadata by vLLM's builders, the choice of rows if there is an indexer, and attention, beside what is right."""
     backend = importlib.import_module("vllm.v1.attention.backend")
     lens, starts = torch.tensor(asked.seq_lens, dtype=torch.int32), torch.from_numpy(asked.starts)
     positions = torch.from_numpy(asked.positions)
@@ -158,10 +178,20 @@ def step(layer: Any, builders: dict[str, Any], asked: Asked) -> None:
             positions=positions, seq_lens_cpu_upper_bound=lens,
         )  # fmt: skip
 
-    tables = {"swa": asked.window_table, "layer": asked.table}
+    tables = {"swa": asked.window_table, "layer": asked.table, "keys": asked.table}
     metadata = {name: builder.build(0, batch(tables[name])) for name, builder in builders.items()}
     context = SimpleNamespace(attn_metadata=metadata)
     vars(importlib.import_module("vllm.forward_context"))["_forward_context"] = context
+    if op is not None:
+        op.topk_indices_buffer.fill_(HOSTILE)
+        op(
+            asked.q[:, 0],
+            torch.from_numpy(asked.index_q).view(torch.float8_e4m3fn),
+            None,
+            torch.from_numpy(asked.weights),
+        )
+        assert torch.equal(op.topk_indices_buffer[: len(asked.lists)], torch.from_numpy(asked.lists))
+        assert (op.topk_indices_buffer[len(asked.lists) :] == HOSTILE).all()
     out = torch.full_like(asked.q, torch.nan)
     layer.forward_mqa(asked.q, asked.q[:, 0], positions, out)
     assert_result(out.float().numpy(), asked.want)

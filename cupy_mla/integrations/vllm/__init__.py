@@ -225,6 +225,14 @@ DENSE_MLA: Needs = {
 }
 # What `deepseek_v4` needs beyond that.
 DEEPSEEK_V4: Needs = {
+    "model_executor.layers.sparse_attn_indexer": (
+        "SparseAttnIndexer.compress_ratio",
+        "SparseAttnIndexer.k_cache",
+        "SparseAttnIndexer.max_model_len",
+        "SparseAttnIndexer.max_total_seq_len",
+        "SparseAttnIndexer.topk_indices_buffer",
+        "SparseAttnIndexer.topk_tokens",
+    ),
     "config.device": ("DeviceConfig.device_type",),
     "config.model": ("ModelConfig.hf_config",),
     "config.vllm": ("VllmConfig.device_config",),
@@ -235,6 +243,7 @@ DEEPSEEK_V4: Needs = {
         "DeepseekV4Attention.__init__(self, vllm_config)",
         "DeepseekV4Attention.attn_sink",
         "DeepseekV4Attention.compress_ratio",
+        "DeepseekV4Attention.indexer",
         "DeepseekV4Attention.kv_cache",
         "DeepseekV4Attention.max_image_tokens",
         "DeepseekV4Attention.max_num_batched_tokens",
@@ -244,6 +253,7 @@ DEEPSEEK_V4: Needs = {
         "DeepseekV4Attention.swa_cache_layer",
         "DeepseekV4Attention.topk_indices_buffer",
         "DeepseekV4Attention.window_size",
+        "DeepseekV4Indexer.indexer_op",
     ),
     "models.deepseek_v4.nvidia.flashmla": (
         "DeepseekV4FlashMLAAttention.forward_mqa(self, q, kv, positions, output)",

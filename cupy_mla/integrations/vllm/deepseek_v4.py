@@ -20,7 +20,7 @@ from ...ops.attention import sparse_decode, sparse_prefill
 from ...ops.compressed import compute_global_topk_indices_and_lens
 from ...ops.gather import dequantize_and_gather_k_cache
 from ...ops.swa import combine_topk_swa_indices, combined_width
-from . import warm
+from . import indexer, warm
 
 if TYPE_CHECKING:
     from ..untyped import Untyped as StockAttention
@@ -36,13 +36,17 @@ stock_attention_of: Any = layers._select_dsv4_attn_cls
 
 
 class CupyMLADeepseekV4Attention(StockAttention):
-    """vLLM's attention layer with our `forward_mqa`. When one is created, before weights are loaded, the kernels of its
-    kind of layers are compiled."""
+    """vLLM's attention layer with our `forward_mqa`, and with our choice of rows if it has an indexer.
+
+    When one is created, before weights are loaded, the kernels of its kind of layers are compiled.
+    """
 
     def __init__(self, vllm_config: Any, *layer: Any, **more: Any) -> None:
         super().__init__(vllm_config, *layer, **more)
         kind = warm.v4_layers_of(vllm_config, self.padded_heads, self.compress_ratio)
         warm.up(kind, torch.device(vllm_config.device_config.device_type))
+        if self.indexer is not None:
+            indexer.adopt_v4(self.indexer.indexer_op)
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
