@@ -1,6 +1,6 @@
 """DeepSeek-V4's attention layers of vLLM's wheel with our attention, part of what `wheel_vllm` drives: the wheel's own
-choice of a class, layers, indexer and metadata builders take several steps on one buffer, in each kind of layer, beside
-float64. The Triton kernels of the builders are plain loops here, as `wheel_vllm` has them or as they stand below."""
+choice of a class, layers, indexer and metadata builders make a profiling run and take several steps on one buffer, in
+each kind of layer, beside float64. The Triton kernels of the builders are plain loops, here and in `wheel_vllm`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests import oracle_v4
 from tests.backends.test_sparse_mla import assert_result
 from tests.integrations.steps_v4 import (
     BLOCK,
+    INDEX_HEADS,
     MAX_LEN,
     MAX_TOKENS,
     ORDER,
     RATIOS,
-    SCALE,
     TOPK,
     WINDOW,
     WINDOW_BLOCK,
@@ -30,6 +30,18 @@ from tests.integrations.test_vllm import HOSTILE
 
 HEADS = 16
 CPU = torch.device("cpu")
+# What a layer has beside its attention.
+NO_PART_OF_ATTENTION = (
+    "ColumnParallelLinear", "MergedColumnParallelLinear", "ReplicatedLinear", "RowParallelLinear", "RMSNorm",
+    "DeepseekCompressor", "build_deepseek_v4_rope",
+)  # fmt: skip
+
+
+class Part(torch.nn.Module):
+    """Stands for one of these."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
 
 
 def windows(
@@ -91,40 +103,61 @@ def drive(rng: np.random.Generator, made: Any) -> None:
     vars(compressor)["_COMPRESSED_SLOT_MAPPING_KERNEL"] = lambda *_, **__: None
     vars(sparse)["triton"] = SimpleNamespace(next_power_of_2=lambda n: 1 << (n - 1).bit_length())
 
+    attention = importlib.import_module("vllm.models.deepseek_v4.attention")
+    for name in NO_PART_OF_ATTENTION:
+        assert name in vars(attention)
+        vars(attention)[name] = Part
+    flashmla = importlib.import_module("vllm.models.deepseek_v4.nvidia.flashmla")
+    vars(flashmla)["compute_fp8_einsum_recipe"] = lambda: (0, 0)
+    vars(torch.cuda)["Event"] = lambda: None
+
     config = made(HEADS, "fp8_ds_mla")
-    text = SimpleNamespace(sliding_window=WINDOW, index_topk=TOPK, compress_ratios=list(RATIOS))
+    text = SimpleNamespace(
+        hidden_size=64, num_attention_heads=HEADS, q_lora_rank=64, o_lora_rank=64, head_dim=512, qk_rope_head_dim=64,
+        o_groups=2, sliding_window=WINDOW, num_hidden_layers=len(RATIOS), layer_types=["swa", "c4a", "c128a"],
+        compress_rates={"c4a": 4, "c128a": 128}, compress_ratios=list(RATIOS), rms_norm_eps=1e-6, index_topk=TOPK,
+        max_position_embeddings=MAX_LEN, index_n_heads=INDEX_HEADS, index_head_dim=128,
+    )  # fmt: skip
     config.model_config.hf_config = config.model_config.hf_text_config = text
     config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens = MAX_LEN, MAX_TOKENS
+    config.kernel_config.sparse_indexer_topk_backend, config.parallel_config.pcp_shard_decode_requests = "auto", False
+    device = SimpleNamespace(device_type="cpu")
+    vars(config).update(quant_config=None, use_v2_model_runner=True, device_config=device)
     config.attention_config.backend = None
     assert "_select_dsv4_attn_cls" in model.DeepseekV4DecoderLayer.__init__.__code__.co_names  # looked up there
     assert model._select_dsv4_attn_cls(config) is ours
     config.attention_config.backend = model.AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4
     assert model._select_dsv4_attn_cls(config) is model.DeepseekV4FlashInferMLAAttention
     importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(CPU)
-    for ratio in RATIOS:
+    for number, ratio in enumerate(RATIOS):
         held = Layer(rng, ratio, HEADS)
-        layer = layer_of(ours, held)
+        layer = ours(config, prefix=f"layers.{number}.attn", topk_indices_buffer=held.chosen)
+        hold(layer, held)
         builders = builders_of(layer, config)
-        op = indexer_of(held) if ratio == 4 else None
         for name in ORDER:
-            step(layer, op, builders, held.step(name))
+            step(layer, builders, held.step(name))
         print(f"{len(ORDER)} steps of DeepSeek-V4's layers, a compressed row for {ratio} tokens")
 
 
-def layer_of(kind: Any, held: Layer) -> Any:
-    """A layer without weights, of our class."""
-    layer = kind.__new__(kind)
-    torch.nn.Module.__init__(layer)
-    padded = kind.get_padded_num_q_heads(HEADS)
-    assert padded == HEADS
-    given = {
-        "prefix": "layer", "compress_ratio": held.ratio, "window_size": WINDOW, "max_image_tokens": 0, "scale": SCALE,
-        "max_num_batched_tokens": MAX_TOKENS, "max_model_len": MAX_LEN, "attn_sink": held.sink, "padded_heads": padded,
-        "n_local_heads": HEADS, "kv_cache": torch.tensor([]) if held.compressed is None else held.compressed,
-        "swa_cache_layer": SimpleNamespace(prefix="swa", kv_cache=held.window), "topk_indices_buffer": held.chosen,
-    }  # fmt: skip
-    vars(layer).update(given)
-    return layer
+def hold(layer: Any, held: Layer) -> None:
+    """Give a layer its caches and sinks; a profiling run comes first, as in vLLM."""
+    assert (layer.compress_ratio, layer.padded_heads, len(layer.attn_sink)) == (held.ratio, HEADS, HEADS)
+    context(None)
+    q = torch.ones(MAX_TOKENS, HEADS, 512, dtype=torch.bfloat16)
+    out = layer._alloc_attn_out(MAX_TOKENS, q)
+    layer.forward_mqa(layer._fused_qnorm_rope_kv_insert(q, q[:, 0], None, None), q[:, 0], None, out)
+    assert not out.any()
+    layer.attn_sink.data.copy_(held.sink)
+    layer.swa_cache_layer.kv_cache = held.window
+    if held.compressed is not None:
+        layer.kv_cache = held.compressed
+    if layer.indexer is not None:
+        layer.indexer.k_cache.kv_cache = torch.from_numpy(held.keys)
+
+
+def context(metadata: Any) -> None:
+    """The step's, which layers ask vLLM for."""
+    vars(importlib.import_module("vllm.forward_context"))["_forward_context"] = SimpleNamespace(attn_metadata=metadata)
 
 
 def builders_of(layer: Any, config: Any) -> dict[str, Any]:
@@ -137,35 +170,25 @@ def builders_of(layer: Any, config: Any) -> dict[str, Any]:
             cache_dtype_str="fp8_ds_mla", model_version="deepseek_v4", state_content_bytes=584, alignment=576, **more,
         )  # fmt: skip
 
-    window = spec(interface.SlidingWindowMLASpec, WINDOW_BLOCK, 1, sliding_window=WINDOW)
-    builders = {"swa": layer.swa_backend_cls.get_builder_cls()(window, ["swa"], config, CPU)}
-    if layer.compress_ratio > 1:
-        rows = spec(interface.MLAAttentionSpec, BLOCK, layer.compress_ratio)
-        keys = spec(interface.MLAAttentionSpec, BLOCK, layer.compress_ratio)
-        backend = importlib.import_module("vllm.v1.attention.backends.mla.indexer").DeepseekV4IndexerBackend
-        builders["keys"] = backend.get_builder_cls()(keys, ["keys"], config, CPU, block_table_width=MAX_LEN // BLOCK)
-        builders["layer"] = layer.get_attn_backend().get_builder_cls()(rows, ["layer"], config, CPU)
+    def built(cache: Any, rows: Any, **more: Any) -> Any:
+        return cache.get_attn_backend().get_builder_cls()(rows, [cache.prefix], config, CPU, **more)
+
+    window, ratio = layer.swa_cache_layer, layer.compress_ratio
+    builders = {
+        window.prefix: built(window, spec(interface.SlidingWindowMLASpec, WINDOW_BLOCK, 1, sliding_window=WINDOW))
+    }
+    if ratio > 1:
+        builders[layer.prefix] = built(layer, spec(interface.MLAAttentionSpec, BLOCK, ratio))
+    if layer.indexer is not None:
+        keys = layer.indexer.k_cache
+        rows = spec(interface.MLAAttentionSpec, BLOCK, ratio)
+        builders[keys.prefix] = built(keys, rows, block_table_width=MAX_LEN // BLOCK)
     return builders
 
 
-def indexer_of(held: Layer) -> Any:
-    """What a layer's indexer calls to choose rows, of vLLM's class."""
-    layers = importlib.import_module("vllm.model_executor.layers.sparse_attn_indexer")
-    op = layers.SparseAttnIndexer.__new__(layers.SparseAttnIndexer)
-    torch.nn.Module.__init__(op)
-    given = {
-        "k_cache": SimpleNamespace(prefix="keys", kv_cache=torch.from_numpy(held.keys)), "topk_tokens": TOPK,
-        "topk_indices_buffer": held.chosen, "max_model_len": MAX_LEN // held.ratio, "max_total_seq_len": 4 * MAX_LEN,
-        "compress_ratio": held.ratio, "use_pcp": False, "dcp_world_size": 1, "use_fp4_cache": False,
-        "candidate_blocks": None,
-    }  # fmt: skip
-    vars(op).update(given)
-    importlib.import_module("cupy_mla.integrations.vllm.indexer").adopt_v4(op)
-    return op
-
-
-def step(layer: Any, op: Any, builders: dict[str, Any], asked: Asked) -> None:
-    """Metadata by vLLM's builders, the choice of rows if there is an indexer, and attention, beside what is right."""
+def step(layer: Any, builders: dict[str, Any], asked: Asked) -> None:
+    """Metadata by vLLM's builders, then the choice of rows and attention as the layer calls them, beside what is
+    right."""
     backend = importlib.import_module("vllm.v1.attention.backend")
     lens, starts = torch.tensor(asked.seq_lens, dtype=torch.int32), torch.from_numpy(asked.starts)
     positions = torch.from_numpy(asked.positions)
@@ -178,20 +201,18 @@ def step(layer: Any, op: Any, builders: dict[str, Any], asked: Asked) -> None:
             positions=positions, seq_lens_cpu_upper_bound=lens,
         )  # fmt: skip
 
-    tables = {"swa": asked.window_table, "layer": asked.table, "keys": asked.table}
-    metadata = {name: builder.build(0, batch(tables[name])) for name, builder in builders.items()}
-    context = SimpleNamespace(attn_metadata=metadata)
-    vars(importlib.import_module("vllm.forward_context"))["_forward_context"] = context
-    if op is not None:
-        op.topk_indices_buffer.fill_(HOSTILE)
-        op(
-            asked.q[:, 0],
-            torch.from_numpy(asked.index_q).view(torch.float8_e4m3fn),
-            None,
-            torch.from_numpy(asked.weights),
-        )
-        assert torch.equal(op.topk_indices_buffer[: len(asked.lists)], torch.from_numpy(asked.lists))
-        assert (op.topk_indices_buffer[len(asked.lists) :] == HOSTILE).all()
-    out = torch.full_like(asked.q, torch.nan)
-    layer.forward_mqa(asked.q, asked.q[:, 0], positions, out)
+    window = layer.swa_cache_layer.prefix
+    context({
+        name: builder.build(0, batch(asked.window_table if name == window else asked.table))
+        for name, builder in builders.items()
+    })  # fmt: skip
+    out, choice = torch.full_like(asked.q, torch.nan), (None, None, None)
+    if layer.indexer is not None:
+        layer.topk_indices_buffer.fill_(HOSTILE)
+        index_q = torch.from_numpy(asked.index_q).view(torch.float8_e4m3fn)
+        choice = index_q, None, torch.from_numpy(asked.weights)
+    layer._sparse_indexer_and_attn(asked.q[:, 0], *choice, asked.q, asked.q[:, 0], positions, out)
+    if layer.indexer is not None:
+        assert torch.equal(layer.topk_indices_buffer[: len(asked.lists)], torch.from_numpy(asked.lists))
+        assert (layer.topk_indices_buffer[len(asked.lists) :] == HOSTILE).all()
     assert_result(out.float().numpy(), asked.want)
