@@ -198,6 +198,7 @@ def chosen_settings(parts: list[str], gpus: int, without: Sequence[str] = ()) ->
 
 def layers_of(setting: Setting, gpus: int) -> list[Any]:
     """What the plug-in is told of an engine's layers: a config of each kind."""
+    from cupy_mla.config import RATIOS
     from cupy_mla.integrations.vllm import warm
 
     guessing = SimpleNamespace(num_speculative_tokens=setting.speculation) if setting.speculation else None
@@ -211,7 +212,7 @@ def layers_of(setting: Setting, gpus: int) -> list[Any]:
     )  # fmt: skip
     heads, fp8 = setting.heads // gpus * min(setting.sharing, gpus), "fp8" in setting.cache
     if setting.family == "V4":
-        return warm.v4_layers_of(engine)
+        return [warm.v4_layers_of(engine, heads, ratio) for ratio in RATIOS["v4"]]
     if setting.family == "V3":
         return [warm.dense_layers_of(engine, heads, fp8)]
     return [warm.layers_of(engine, heads, setting.topk, "v32_fp8" if fp8 else "bf16", rope=True)]

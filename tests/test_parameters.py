@@ -25,8 +25,6 @@ MORE = {
     "integrations.sglang.attention.forward_flashmla_kv": "SGLang's signature",
     "integrations.sglang.deepseek_v4.flash_mla_with_kvcache": "FlashMLA's signature, as SGLang calls it",
     "integrations.sglang.indexer.get_topk_ragged": "SGLang's signature",
-    "integrations.vllm.deepseek_v4.flash_mla_with_kvcache": "vLLM's signature",
-    "integrations.vllm.deepseek_v4.combine_topk_swa_indices": "vLLM's signature",
     "integrations.vllm.fused.fused_norm_rope": "vLLM's signature",
     "integrations.vllm.fused.fused_q": "vLLM's signature",
     "integrations.vllm.indexer.sparse_attn_indexer": "vLLM's signature",

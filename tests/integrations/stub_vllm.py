@@ -215,16 +215,108 @@ SOURCES = {
         """,
     "models/deepseek_v4/nvidia/__init__": "",
     "models/deepseek_v4/nvidia/model": """
+        from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
+
+        class DeepseekV4FlashInferMLAAttention:
+            def __init__(self, vllm_config, prefix):
+                pass
+
+        def _select_dsv4_attn_cls(vllm_config):
+            of = vllm_config.attention_config.backend
+            return DeepseekV4FlashInferMLAAttention if of == "FLASHINFER" else DeepseekV4FlashMLAAttention
+
+        class DeepseekV4DecoderLayer:
+            def __init__(self, vllm_config, prefix):
+                self.attn = _select_dsv4_attn_cls(vllm_config)(vllm_config, prefix=prefix)
+
         class DeepseekV4ForCausalLM:
             def __init__(self, *, vllm_config, prefix=""):
-                self.made_of = vllm_config, prefix
+                names = vllm_config.model_config.hf_config.ratios
+                self.layers = [DeepseekV4DecoderLayer(vllm_config, prefix + name) for name in names]
         """,
     "models/deepseek_v4/nvidia/flashmla": """
-        def stock(*args, **kwargs):
-            return "stock", kwargs
+        from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 
-        flash_mla_sparse_fwd = flash_mla_with_kvcache = combine_topk_swa_indices = stock
-        compute_global_topk_indices_and_lens = dequantize_and_gather_k_cache = stock
+        class DeepseekV4FlashMLAAttention(DeepseekV4Attention):
+            @classmethod
+            def get_padded_num_q_heads(cls, num_heads):
+                return 64 if num_heads <= 64 else 128
+
+            def forward_mqa(self, q, kv, positions, output):
+                output.zero_()
+        """,
+    "models/deepseek_v4/attention": """
+        import torch
+
+        from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+        from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+
+        class DeepseekV4Indexer:
+            def __init__(self):
+                self.indexer_op = SparseAttnIndexer()
+
+        class DeepseekV4Attention:
+            PREFILL_CHUNK_SIZE = 4
+
+            def __init__(self, vllm_config, prefix):
+                model, text = vllm_config.model_config, vllm_config.model_config.hf_config
+                self.prefix, self.compress_ratio = prefix, text.ratios[prefix]
+                self.padded_heads = self.get_padded_num_q_heads(model.get_num_attention_heads(None))
+                self.attn_sink = torch.full((self.padded_heads,), -torch.inf)
+                self.max_image_tokens, self.scale, self.window_size = 0, 512**-0.5, text.sliding_window
+                self.max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+                self.kv_cache = self.topk_indices_buffer = None
+                self.swa_cache_layer = DeepseekV4SWACache(prefix + ".swa_cache")
+                self.indexer = DeepseekV4Indexer() if self.compress_ratio == 4 else None
+        """,
+    "models/deepseek_v4/sparse_mla": """
+        from dataclasses import dataclass
+        from typing import Any
+
+        @dataclass
+        class DeepseekV4FlashMLAMetadata:
+            block_table: Any
+            block_size: int
+            c128a_global_decode_topk_indices: Any = None
+            c128a_decode_topk_lens: Any = None
+            c128a_prefill_topk_indices: Any = None
+        """,
+    "v1/attention/backends/mla/sparse_swa": """
+        from dataclasses import dataclass
+        from typing import Any
+
+        class DeepseekV4SWACache:
+            def __init__(self, prefix):
+                self.prefix, self.kv_cache = prefix, None
+
+        @dataclass
+        class DeepseekSparseSWAMetadata:
+            block_table: Any
+            block_size: int
+            query_start_loc: Any
+            query_start_loc_cpu: Any
+            is_valid_token: Any
+            token_to_req_indices: Any
+            decode_swa_indices: Any
+            decode_swa_lens: Any
+            num_decodes: int
+            num_decode_tokens: int
+            num_prefills: int
+            prefill_seq_lens: Any
+            prefill_gather_lens: Any
+            prefill_left_visible: Any = None
+            prefill_right_visible: Any = None
+
+            def get_prefill_chunk_plan(self, compress_ratio, prefill_chunk_size, has_compressed=None):
+                "Two requests at a time."
+                assert prefill_chunk_size == 4
+                plan = []
+                for start in range(0, self.num_prefills, 2):
+                    lens = self.prefill_seq_lens[start : start + 2]
+                    rows = int(lens.max()) // compress_ratio if compress_ratio > 1 else 0
+                    most = int(self.prefill_gather_lens[start : start + 2].max())
+                    plan.append((start, start + len(lens), rows, rows + most))
+                return plan
         """,
     "v1/kv_cache_interface": """
         class AttentionSpec:
@@ -458,6 +550,14 @@ SOURCES = {
             def __init__(self, use_pcp=False, dcp_world_size=1, use_fp4_cache=False, candidate_blocks=None):
                 self.use_pcp, self.dcp_world_size, self.use_fp4_cache = use_pcp, dcp_world_size, use_fp4_cache
                 self.candidate_blocks = candidate_blocks
+                self.k_cache = self.topk_indices_buffer = None
+                self.compress_ratio = self.topk_tokens = self.max_model_len = self.max_total_seq_len = 0
+
+            def forward(self, hidden_states, q_quant, k, weights):
+                return "stock"
+
+            def __call__(self, *step):
+                return self.forward(*step)
         """,
     "models/deepseek_v32/__init__": "",
     "models/deepseek_v32/common/__init__": "",

@@ -92,12 +92,13 @@ def test_deepseek_v4_is_overridden_only_when_asked(vllm, monkeypatch, mode: str)
 
 def test_another_deepseek_v4_is_left_alone(package, tmp_path, vllm, monkeypatch, caplog) -> None:
     """The backend is registered all the same."""
-    path = another(package, tmp_path, monkeypatch) / "models/deepseek_v4/nvidia/flashmla.py"
-    path.write_text(path.read_text().replace("dequantize_and_gather_k_cache", "gather"))
+    path = another(package, tmp_path, monkeypatch) / "models/deepseek_v4/nvidia/model.py"
+    path.write_text(path.read_text().replace("_select_dsv4_attn_cls", "select"))
     monkeypatch.setenv("CUPY_MLA_VLLM", "override")
     plugin.register()
     (record,) = caplog.records
-    assert record.getMessage().endswith("Missing: models.deepseek_v4.nvidia.flashmla: dequantize_and_gather_k_cache")
+    missing = "Missing: models.deepseek_v4.nvidia.model: _select_dsv4_attn_cls(vllm_config)"
+    assert record.getMessage().endswith(missing)
     assert list(loaded("vllm.v1.attention.backends.registry").registered) == list(plugin.PLACES["override"])
     assert loaded("vllm.model_executor.models.registry").ModelRegistry.models == {}
 

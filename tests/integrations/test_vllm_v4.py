@@ -1,135 +1,210 @@
-"""DeepSeek-V4 of the vLLM plug-in: the functions that its layers call are ours, in vLLM's calling convention."""
+"""DeepSeek-V4 of the vLLM plug-in: the attention of vLLM's layers is ours, over several steps on one buffer."""
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-import cupy_mla  # noqa: E402
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
 from tests import oracle_v4  # noqa: E402
+from tests.backends.test_sparse_mla import assert_result  # noqa: E402
+from tests.integrations import steps_v4  # noqa: E402
+from tests.integrations.steps_v4 import BLOCK, MAX_LEN, MAX_TOKENS, ORDER, RATIOS, WINDOW, WINDOW_BLOCK  # noqa: E402
+from tests.integrations.stub_vllm import engine, loaded  # noqa: E402
+from tests.integrations.test_vllm import HOSTILE  # noqa: E402
 
-T, WINDOW, TOPK = 5, 8, 6
+IMAGE = 40  # tokens of the longest image
 
 
 @pytest.fixture
-def layers(vllm: None) -> ModuleType:
-    """The module whose names V4's layers call, after the model was loaded as vLLM loads it."""
-    ours = importlib.import_module(f"{plugin.__name__}.deepseek_v4")
-    for model in plugin.V4_MODELS:
-        assert issubclass(getattr(ours, model), getattr(importlib.import_module("vllm.models.deepseek_v4"), model))
-    return importlib.import_module("vllm.models.deepseek_v4.nvidia.flashmla")
+def adapter(vllm: None) -> ModuleType:
+    return importlib.import_module(f"{plugin.__name__}.deepseek_v4")
 
 
-def v4_cache(rng: np.random.Generator, blocks: int, size: int) -> torch.Tensor:
-    """A cache of random rows whose blocks have a gap behind them, as vLLM pads them."""
-    stride = cupy_mla.layouts.V4_FP8.block_bytes(size)
-    cache = torch.full((blocks * stride,), 0xFF, dtype=torch.uint8).as_strided((blocks, size, 584), (stride, 584, 1))
-    k = torch.from_numpy(rng.standard_normal((blocks * size, 512)).astype(np.float32)).bfloat16()
-    cupy_mla.quantize_and_insert_k_cache(k, cache, torch.arange(blocks * size))
-    return cache
-
-
-def integers(rng: np.random.Generator, low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(rng.integers(low, high, shape, dtype=np.int32))
-
-
-@pytest.mark.parametrize("extra", [False, True], ids=["window", "window and compressed"])
-def test_decode(layers, rng, extra: bool) -> None:
-    """With the keywords of vLLM's call; lists of both caches, a sink for each head, out in place."""
-    q = torch.randn(T, 1, 64, 512).bfloat16()
-    window, compressed = v4_cache(rng, 3, 16), v4_cache(rng, 4, 8)
-    lists = {"indices": integers(rng, 0, 48, (T, 1, WINDOW)), "topk_length": integers(rng, 1, WINDOW + 1, (T,))}
-    more = integers(rng, 0, 32, (T, 1, TOPK)), integers(rng, 0, TOPK + 1, (T,))
-    sink, out = torch.randn(64), torch.full((T, 64, 512), torch.nan).bfloat16()
-    got, _ = layers.flash_mla_with_kvcache(
-        q=q, k_cache=window.unsqueeze(-2), block_table=None, head_dim_v=512, tile_scheduler_metadata=object(),
-        cache_seqlens=None, is_fp8_kvcache=True, **lists, softmax_scale=0.1, attn_sink=sink,
-        extra_k_cache=compressed.unsqueeze(-2) if extra else None,
-        extra_indices_in_kvcache=more[0] if extra else None, extra_topk_length=more[1] if extra else None,
-        out=out.unsqueeze(1),
+def made(heads: int, ratio: int, backend: str | None = None) -> Any:
+    """The attention of a layer that vLLM's model makes."""
+    of = engine(
+        model_config=SimpleNamespace(
+            max_model_len=MAX_LEN, get_num_attention_heads=lambda parallel: heads,
+            hf_config=SimpleNamespace(ratios={"layer": ratio}, sliding_window=WINDOW, index_topk=steps_v4.TOPK),
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=MAX_TOKENS),
+        attention_config=SimpleNamespace(backend=backend), device_config=SimpleNamespace(device_type="cpu"),
     )  # fmt: skip
-    lists |= {"extra_k_cache": compressed, "extra_indices": more[0], "extra_topk_length": more[1]} if extra else {}
-    want, _ = cupy_mla.sparse_decode(q, window, sm_scale=0.1, attn_sink=sink, **lists)
-    assert torch.equal(out, want[:, 0])
-    assert got.data_ptr() == out.data_ptr()
+    (layer,) = loaded("vllm.models.deepseek_v4").DeepseekV4ForCausalLM(vllm_config=of).layers
+    return layer.attn
 
 
-def test_prefill(layers, rng) -> None:
-    q, kv = torch.randn(T, 64, 512).bfloat16(), torch.randn(20, 1, 512).bfloat16()
-    indices, lens, sink = integers(rng, 0, 20, (T, 1, TOPK)), integers(rng, 0, TOPK + 1, (T,)), torch.randn(64)
-    out = torch.full((T, 64, 512), torch.nan).bfloat16()
-    layers.flash_mla_sparse_fwd(
-        q=q, kv=kv, indices=indices, sm_scale=0.1, attn_sink=sink, topk_length=lens, out=out
-    )  # fmt: skip
-    want, _, _ = cupy_mla.sparse_prefill(q, kv, indices, 0.1, attn_sink=sink, topk_length=lens)
-    assert torch.equal(out, want)
-
-
-def test_gather(layers, rng) -> None:
-    cache, table, seq_lens = v4_cache(rng, 4, 8), torch.tensor([[2, 0], [3, 1]]).int(), torch.tensor([13, 9]).int()
-    out, want = torch.zeros(2, 20, 512).bfloat16(), torch.zeros(2, 20, 512).bfloat16()
-    layers.dequantize_and_gather_k_cache(
-        out, cache, seq_lens=seq_lens, gather_lens=None, block_table=table, block_size=8, offset=3
+def metadata_of(asked: steps_v4.Asked, ratio: int, **images: Any) -> dict[str, Any]:
+    """What vLLM's builders make of a step. Behind a list's length stands something from an earlier step."""
+    decodes, valid = asked.num_decodes, asked.slots >= 0
+    first = len(valid) if decodes == len(asked.query_lens) else int(asked.starts[decodes])
+    seq_lens = np.array(asked.seq_lens, np.int32)
+    windows, lens = oracle_v4.swa_indices_and_lens(
+        asked.starts, seq_lens, asked.requests, valid, asked.window_table, WINDOW_BLOCK, WINDOW
     )
-    cupy_mla.dequantize_and_gather_k_cache(want, cache, seq_lens, None, table, 8, 3)
-    assert want.any()
-    assert torch.equal(out, want)
-
-
-def test_slots(layers, rng) -> None:
-    """The requests of a batch's other tokens stand behind those that are asked for."""
-    chosen, table = integers(rng, 0, 16, (T, TOPK)), integers(rng, 0, 9, (2, 2))
-    request, valid = torch.tensor([0, 0, 1, 1, 1, 0, 7]).int(), torch.tensor([True, True, True, False, True])
-    slots, lens = layers.compute_global_topk_indices_and_lens(chosen, request, table, 8, valid)
-    p = chosen.long()
-    want = table.long()[request[:T].long()[:, None], p // 8] * 8 + p % 8
-    assert torch.equal(slots.long(), want)
-    assert lens.tolist() == [TOPK, TOPK, TOPK, 0, TOPK]
-
-
-@pytest.mark.parametrize("ratio", [0, 1, 4])
-@pytest.mark.parametrize("given", [False, True], ids=["returned", "in place"])
-def test_lists(layers, rng, ratio: int, given: bool) -> None:
-    """Of layers with compressed rows and without; the first token of the batch counts as 0."""
-    topk = TOPK if ratio == 4 else 0
-    chosen, starts = integers(rng, 0, 3, (T, TOPK)), torch.tensor([7, 9, 12]).int()
-    seq_lens, gather_lens = torch.tensor([20, 15]).int(), torch.tensor([9, 10]).int()
-    out = torch.full((T, 128), 99).int(), torch.full((T,), 99).int()
-    rows, lens = layers.combine_topk_swa_indices(
-        chosen, starts, seq_lens, gather_lens, WINDOW, ratio, topk, 30, 5,
-        **({"out": out, "left_visible": None, "right_visible": None, "max_image_tokens": 0} if given else {}),
+    windows[np.arange(WINDOW) >= lens[:, None]] = 3
+    gathered = oracle_v4.prefill_gather_lens(seq_lens, asked.starts, decodes, WINDOW)
+    as_torch = torch.from_numpy
+    swa = loaded("vllm.v1.attention.backends.mla.sparse_swa").DeepseekSparseSWAMetadata(
+        as_torch(asked.window_table), WINDOW_BLOCK, as_torch(asked.starts), as_torch(asked.starts), as_torch(valid),
+        as_torch(asked.requests), as_torch(windows[:first, None]), as_torch(lens[:first]), decodes, first,
+        len(asked.query_lens) - decodes, as_torch(seq_lens[decodes:]), as_torch(gathered), **images,
     )  # fmt: skip
-    positions = [18, 19, 12, 13, 14]
-    for t, (p, r) in enumerate(zip(positions, [0, 0, 1, 1, 1], strict=True)):
-        own = (chosen[t, : min((p + 1) // ratio, topk)] + 30 * r).tolist() if topk else []
-        first = int(seq_lens[r] - gather_lens[r])
-        own += [30 * r + 5 + j - first for j in range(p - WINDOW + 1, p + 1)]
-        assert rows[t].tolist() == own + [-1] * (128 - len(own))
-        assert int(lens[t]) == len(own)
-    if given:
-        assert rows.data_ptr() == out[0].data_ptr()
+    if ratio == 1:
+        return {"layer.swa_cache": swa}
+    more: dict[str, Any] = {}
+    if ratio == 128:
+        widths = MAX_LEN // ratio, MAX_LEN // ratio
+        slots, counts, rows = oracle_v4.c128a_lists(
+            asked.positions, ratio, first, asked.requests, asked.table, BLOCK // ratio, asked.slots, widths, widths[0]
+        )
+        slots[np.arange(widths[0]) >= counts[:, None]] = 3
+        more = {
+            "c128a_global_decode_topk_indices": as_torch(slots[:, None]), "c128a_decode_topk_lens": as_torch(counts),
+            "c128a_prefill_topk_indices": as_torch(rows),
+        }  # fmt: skip
+    compressed = loaded("vllm.models.deepseek_v4.sparse_mla").DeepseekV4FlashMLAMetadata
+    return {"layer.swa_cache": swa, "layer": compressed(as_torch(asked.table), BLOCK, **more)}
 
 
-def test_lists_of_a_model_with_images(layers, rng) -> None:
-    """In vLLM's calling convention: lists as wide as the longest image makes them, with none in the batch or some."""
-    chosen, starts = integers(rng, 0, 3, (T, TOPK)), torch.tensor([7, 9, 12]).int()
-    seq_lens, gather_lens = torch.tensor([20, 15]).int(), torch.tensor([9, 10]).int()
-    arguments = (chosen, starts, seq_lens, gather_lens, WINDOW, 4, TOPK, 200, 5)
-    visible = torch.tensor([0, 3, 0, 1, 2]).int(), torch.tensor([1, 0, 2, 1, 0]).int()
-    for left, right in (visible, (None, None)):
-        images = {"left_visible": left, "right_visible": right, "max_image_tokens": 130}
-        out = torch.full((T, 256), 99).int(), torch.full((T,), 99).int()
-        rows, lens = layers.combine_topk_swa_indices(*arguments, out=out, **images)
-        want, want_lens = oracle_v4.combined_indices(
-            *(a.numpy() for a in arguments[:4]), *arguments[4:],
-            *(v if v is None else v.numpy() for v in (left, right)), 130,
-        )  # fmt: skip
-        assert rows.data_ptr() == out[0].data_ptr()
-        np.testing.assert_array_equal(rows.numpy(), want)
-        np.testing.assert_array_equal(lens.numpy(), want_lens)
+def attended(layer: Any, held: steps_v4.Layer, asked: steps_v4.Asked, metadata: Any) -> np.ndarray:
+    """The results for all tokens, of the heads that the model has. Behind the tokens stand those of a larger graph."""
+    q = torch.nn.functional.pad(asked.q, (0, 0, 0, layer.padded_heads - held.heads, 0, 3))
+    out = torch.full_like(q, torch.nan)
+    loaded("vllm.forward_context").context.attn_metadata = metadata
+    layer.forward_mqa(q, q[:, 0], torch.zeros(len(q), dtype=torch.int64), out)
+    return out[: len(asked.q), : held.heads].float().numpy()
+
+
+def holding(layer: Any, held: steps_v4.Layer) -> Any:
+    """The layer, with caches and sinks."""
+    layer.swa_cache_layer.kv_cache, layer.topk_indices_buffer = held.window, held.chosen
+    layer.kv_cache = torch.tensor([]) if held.compressed is None else held.compressed
+    layer.attn_sink[: held.heads] = held.sink
+    return layer
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("heads", [3, 16])
+def test_steps(adapter, rng, heads: int, ratio: int) -> None:
+    """Beside float64: decodes, prefills, both, and requests that pad the batch, each behind the others."""
+    held = steps_v4.Layer(rng, ratio, heads)
+    layer = holding(made(heads, ratio), held)
+    for name in ORDER:
+        asked = held.step(name)
+        assert_result(attended(layer, held, asked, metadata_of(asked, ratio)), asked.want)
+
+
+def choosing(held: steps_v4.Layer) -> Any:
+    """What a layer's indexer calls to choose rows."""
+    op = made(held.heads, held.ratio).indexer.indexer_op
+    op.k_cache = SimpleNamespace(prefix="keys", kv_cache=torch.from_numpy(held.keys))
+    op.topk_indices_buffer, op.topk_tokens, op.compress_ratio = held.chosen.fill_(HOSTILE), steps_v4.TOPK, held.ratio
+    op.max_model_len, op.max_total_seq_len = MAX_LEN // held.ratio, 4 * MAX_LEN
+    return op
+
+
+def choose(op: Any, asked: steps_v4.Asked, batch: Any) -> Any:
+    loaded("vllm.forward_context").context.attn_metadata = None if batch is None else {"keys": batch}
+    q = torch.from_numpy(asked.index_q).view(torch.float8_e4m3fn)
+    return op(asked.q[:, 0], q, None, torch.from_numpy(asked.weights))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_choice_of_unequal_decodes(adapter, rng, padded: bool) -> None:
+    """Requests with one query token and with more, as of guessed tokens. `wheel_v4` has all else."""
+    held = steps_v4.Layer(rng, 4, 8)
+    op, asked = choosing(held), held.step("guessed tokens")
+    held.chosen.fill_(HOSTILE)
+    keys = loaded("vllm.v1.attention.backends.mla.indexer")
+    lens, seq_lens = torch.tensor(asked.query_lens), torch.tensor(asked.seq_lens, dtype=torch.int32)
+    table = torch.from_numpy(asked.table)
+    if padded:  # vLLM's builder has as many lengths a request as the longest has tokens
+        seen = (seq_lens[:, None] - 2 + torch.arange(3)) // held.ratio
+        decode = keys.DeepSeekV32IndexerDecodeMetadata(table, seen.int(), lens, True, None)
+    else:  # or each token counts as a request
+        seen = torch.from_numpy(asked.positions + 1).int()[:, None] // held.ratio
+        own = torch.from_numpy(asked.requests).long()
+        decode = keys.DeepSeekV32IndexerDecodeMetadata(table[own], seen, torch.ones(len(own)).int(), False, None)
+    batch = keys.DeepseekV32IndexerMetadata(
+        seq_lens, max(asked.seq_lens), None, len(lens), len(asked.positions), 0, 0, decode
+    )  # fmt: skip
+    assert choose(op, asked, batch) is held.chosen
+    np.testing.assert_array_equal(held.chosen[: len(asked.lists)].numpy(), asked.lists)
+    assert (held.chosen[len(asked.lists) :] == HOSTILE).all()
+
+
+def test_prefills_without_complete_rows(adapter, rng) -> None:
+    """vLLM makes no chunk of them; nothing is chosen."""
+    held = steps_v4.Layer(rng, 4, 8)
+    op, asked = choosing(held), held.step("decodes")
+    keys = loaded("vllm.v1.attention.backends.mla.indexer")
+    prefill = SimpleNamespace(chunks=[])
+    held.chosen.fill_(HOSTILE)
+    choose(op, asked, keys.DeepseekV32IndexerMetadata(torch.tensor([2]), 2, None, 0, 0, 1, 2, None, prefill))
+    assert (held.chosen[:2] == -1).all()
+    assert (held.chosen[2:] == HOSTILE).all()
+
+
+@pytest.mark.parametrize("lacking", [{"use_pcp": True}, {"dcp_world_size": 2}, {"use_fp4_cache": True}])
+def test_vllms_indexer_stays(adapter, rng, lacking: dict[str, Any]) -> None:
+    """In a profiling run, and where our operations lack what it needs."""
+    held = steps_v4.Layer(rng, 4, 8)
+    asked = held.step("decodes")
+    assert choose(choosing(held), asked, None) == "stock"
+    op = loaded("vllm.model_executor.layers.sparse_attn_indexer").SparseAttnIndexer(**lacking)
+    adapter.indexer.adopt_v4(op)
+    assert choose(op, asked, SimpleNamespace()) == "stock"
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize("shown", [False, True], ids=["no image", "image"])
+def test_a_model_with_images(adapter, rng, shown: bool, ratio: int) -> None:
+    """Prefill tokens see their image whole; lists are as wide as the longest makes them."""
+    held = steps_v4.Layer(rng, ratio, 8)
+    layer = holding(made(8, ratio), held)
+    layer.max_image_tokens = IMAGE
+    left, right = np.zeros((2, sum(query_len for _, query_len, _ in ORDER["both"])), np.int32)
+    if shown:
+        left[10:48], right[10:48] = np.arange(38), np.arange(38)[::-1]  # an image of request 4, longer than a window
+    asked = held.step("both", (left, right) if shown else None)
+    images = {"prefill_left_visible": left, "prefill_right_visible": right} if shown else {}
+    metadata = metadata_of(asked, ratio, **{name: torch.from_numpy(each) for name, each in images.items()})
+    assert_result(attended(layer, held, asked, metadata), asked.want)
+
+
+def test_a_profiling_run_is_vllms(adapter, rng) -> None:
+    """There are no metadata; vLLM reserves memory, and writes zeros."""
+    held = steps_v4.Layer(rng, 4, 8)
+    asked = held.step("both")
+    assert not attended(made(8, 4), held, asked, None).any()
+
+
+@pytest.mark.parametrize(("heads", "written"), [(1, 8), (8, 8), (12, 16), (16, 16), (32, 32), (96, 128), (128, 128)])
+def test_heads(adapter, heads: int, written: int) -> None:
+    """As many as there are, if vLLM's kernel can write queries of so many."""
+    assert made(heads, 1).padded_heads == written
+
+
+def test_too_many_heads(adapter) -> None:
+    with pytest.raises(ValueError, match="at most 128 heads on a GPU, got 129"):
+        made(129, 1)
+
+
+def test_the_model_takes_our_attention(adapter) -> None:
+    """Where vLLM would take FlashMLA's; its other choices stay. Only one name of vLLM's is bound to something else."""
+    model = loaded("vllm.models.deepseek_v4.nvidia.model")
+    assert type(made(16, 4)) is adapter.CupyMLADeepseekV4Attention
+    assert type(made(16, 4, "FLASHINFER")) is model.DeepseekV4FlashInferMLAAttention
+    assert adapter.DeepseekV4ForCausalLM is model.DeepseekV4ForCausalLM
+    for module in ("model", "flashmla"):
+        names = vars(loaded(f"vllm.models.deepseek_v4.nvidia.{module}"))
+        ours = [name for name, value in names.items() if getattr(value, "__module__", "").startswith("cupy_mla")]
+        assert ours == (["_select_dsv4_attn_cls"] if module == "model" else [])

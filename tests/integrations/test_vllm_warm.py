@@ -91,7 +91,7 @@ def test_the_cpu_has_no_kernels(adapter, asked) -> None:
     assert asked == []
 
 
-def model_of(heads: int, **hf_config: int) -> SimpleNamespace:
+def model_of(heads: int, **hf_config: Any) -> SimpleNamespace:
     return SimpleNamespace(
         max_model_len=700, hf_config=SimpleNamespace(**hf_config), get_num_attention_heads=lambda parallel: heads
     )
@@ -125,24 +125,28 @@ def test_ranks_without_an_indexer_attend_with_the_heads_of_all(vllm, asked, monk
     assert asked[0][0].num_heads == 64
 
 
-@pytest.mark.parametrize(("heads", "padded"), [(16, 64), (64, 64), (96, 128)])
-def test_deepseek_v4(vllm, asked, monkeypatch, heads: int, padded: int) -> None:
-    """When the model is made; its layers of each kind."""
+@pytest.mark.parametrize(("heads", "written"), [(4, 8), (16, 16), (96, 128)])
+def test_deepseek_v4(vllm, asked, monkeypatch, heads: int, written: int) -> None:
+    """When the model makes its layers; once for those of a kind."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     make = importlib.import_module(f"{plugin.__name__}.deepseek_v4").DeepseekV4ForCausalLM
+    ratios = {"0": 1, "1": 4, "2": 128, "3": 4, "4": 128}
     of = engine(
-        model_config=model_of(heads, index_topk=512, sliding_window=96), parallel_config=None,
+        model_config=model_of(heads, index_topk=512, sliding_window=96, ratios=ratios), parallel_config=None,
         device_config=SimpleNamespace(device_type="cuda"), speculative_config=SimpleNamespace(num_speculative_tokens=1),
+        attention_config=SimpleNamespace(backend=None),
     )  # fmt: skip
-    assert make(vllm_config=of, prefix="draft").made_of == (of, "draft")
+    make(vllm_config=of)
     make(vllm_config=of)
     assert [device for _, device in asked] == [1, 1, 1]
     assert [config.compress_ratio for config, _ in asked] == [1, 4, 128]
     for config, _ in asked:
-        assert (config.num_heads, config.topk, config.window, config.cache_layout) == (padded, 512, 96, "v4_fp8")
+        assert (config.num_heads, config.topk, config.window, config.cache_layout) == (written, 512, 96, "v4_fp8")
         assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (5, 40, 700)
         assert config.num_speculative_tokens == 1
-    of.device_config.device_type = "cpu"
+    of.speculative_config, of.device_config.device_type = None, "cpu"
+    make(vllm_config=of)
+    of.device_config.device_type, of.attention_config.backend = "cuda", "FLASHINFER"
     make(vllm_config=of)
     assert len(asked) == 3
 

@@ -1,6 +1,6 @@
-"""DeepSeek-V4's attention layers of vLLM's wheel on our operations, part of what `wheel_vllm` drives: the wheel's own
-metadata builders and `forward_mqa` take a step of decodes and prefills, in each kind of layer, beside float64. The
-Triton kernels of the builders are plain loops here."""
+"""DeepSeek-V4's attention layers of vLLM's wheel with our attention, part of what `wheel_vllm` drives: the wheel's own
+choice of a class, layers, indexer and metadata builders make a profiling run and take several steps on one buffer, in
+each kind of layer, beside float64. The Triton kernels of the builders are plain loops, here and in `wheel_vllm`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,37 @@ from typing import Any
 import numpy as np
 import torch
 
-import cupy_mla
-from tests import oracle, oracle_v4
+from tests import oracle_v4
 from tests.backends.test_sparse_mla import assert_result
+from tests.integrations.steps_v4 import (
+    BLOCK,
+    INDEX_HEADS,
+    MAX_LEN,
+    MAX_TOKENS,
+    ORDER,
+    RATIOS,
+    TOPK,
+    WINDOW,
+    WINDOW_BLOCK,
+    Asked,
+    Layer,
+)
+from tests.integrations.test_vllm import HOSTILE
 
-HEADS, WINDOW, TOPK, BLOCK, WINDOW_BLOCK = 64, 32, 128, 256, 64
-MAX_LEN, MAX_TOKENS, SCALE = 1024, 64, 512**-0.5
-QUERY_LENS, SEQ_LENS = (1, 1, 9, 5), (300, 40, 270, 5)  # two decodes, a prefill behind a prefix, a whole one
-RATIOS = (1, 4, 128)
+HEADS = 16
 CPU = torch.device("cpu")
+# What a layer has beside its attention.
+NO_PART_OF_ATTENTION = (
+    "ColumnParallelLinear", "MergedColumnParallelLinear", "ReplicatedLinear", "RowParallelLinear", "RMSNorm",
+    "DeepseekCompressor", "build_deepseek_v4_rope",
+)  # fmt: skip
+
+
+class Part(torch.nn.Module):
+    """Stands for one of these."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
 
 
 def windows(
@@ -29,8 +51,10 @@ def windows(
 ) -> None:  # fmt: skip
     """vLLM's kernel of that: the slots of each token's window."""
     assert not has_image
-    assert valid[: token_offset + num_tokens].all()
     for t in range(num_tokens):
+        if not valid[t + token_offset]:
+            lens[t] = 0
+            continue
         r = int(requests[t + token_offset])
         p = oracle_v4.position(starts.numpy(), seq_lens.numpy(), r, t + token_offset)
         at = torch.arange(max(p - window + 1, 0), p + 1)
@@ -53,7 +77,7 @@ def complete_rows(
     """vLLM's kernel of C128A's lists."""
     at = torch.arange(most)
     for t, p in enumerate(positions.tolist()):
-        n = min((p + 1) // ratio, most)
+        n = min((p + 1) // ratio, most) if slot_mapping[t] >= 0 else 0
         if t < decode_tokens:
             found = table[int(requests[t]), at[:n] // block_size] * block_size + at[:n] % block_size
             slots[t, :most], slots[t, :n], lens[t] = -1, found, n
@@ -61,25 +85,16 @@ def complete_rows(
             rows[t - decode_tokens, :most] = at.where(at < n, -1)
 
 
-def cache_of(rng: np.random.Generator, blocks: int, size: int) -> torch.Tensor:
-    """Random rows; blocks are multiples of 576 bytes, as vLLM's."""
-    stride = -(-size * 584 // 576) * 576
-    cache = torch.full((blocks * stride,), 0xFF, dtype=torch.uint8).as_strided((blocks, size, 584), (stride, 584, 1))
-    k = torch.from_numpy(rng.standard_normal((blocks * size, 512)).astype(np.float32)).bfloat16()
-    cupy_mla.quantize_and_insert_k_cache(k, cache, torch.arange(blocks * size))
-    return cache
-
-
 def drive(rng: np.random.Generator, made: Any) -> None:
-    """A step of layers of each kind.
+    """Steps of layers of each kind.
 
     Args:
         made: makes what vLLM's classes read of a configuration, of some heads and a cache type.
     """
-    importlib.import_module("cupy_mla.integrations.vllm.deepseek_v4")  # puts ours into the layers' module
+    ours = importlib.import_module("cupy_mla.integrations.vllm.deepseek_v4").CupyMLADeepseekV4Attention
     swa = importlib.import_module("vllm.v1.attention.backends.mla.sparse_swa")
     sparse = importlib.import_module("vllm.models.deepseek_v4.sparse_mla")
-    layers = importlib.import_module("vllm.models.deepseek_v4.nvidia.flashmla")
+    model = importlib.import_module("vllm.models.deepseek_v4.nvidia.model")
     compressor = importlib.import_module("vllm.v1.attention.backends.mla.compressor_utils")
     vars(swa)["_COMPUTE_SWA_INDICES_AND_LENS_KERNEL"] = windows
     vars(swa)["_COMPUTE_PREFILL_METADATA_KERNEL"] = gather_lens
@@ -87,30 +102,67 @@ def drive(rng: np.random.Generator, made: Any) -> None:
     vars(sparse)["_BUILD_C128A_TOPK_METADATA_KERNEL"] = complete_rows
     vars(compressor)["_COMPRESSED_SLOT_MAPPING_KERNEL"] = lambda *_, **__: None
     vars(sparse)["triton"] = SimpleNamespace(next_power_of_2=lambda n: 1 << (n - 1).bit_length())
-    interface = importlib.import_module("vllm.v1.kv_cache_interface")
-    backend = importlib.import_module("vllm.v1.attention.backend")
+
+    attention = importlib.import_module("vllm.models.deepseek_v4.attention")
+    for name in NO_PART_OF_ATTENTION:
+        assert name in vars(attention)
+        vars(attention)[name] = Part
+    flashmla = importlib.import_module("vllm.models.deepseek_v4.nvidia.flashmla")
+    vars(flashmla)["compute_fp8_einsum_recipe"] = lambda: (0, 0)
+    vars(torch.cuda)["Event"] = lambda: None
 
     config = made(HEADS, "fp8_ds_mla")
-    text = SimpleNamespace(sliding_window=WINDOW, index_topk=TOPK, compress_ratios=list(RATIOS))
+    text = SimpleNamespace(
+        hidden_size=64, num_attention_heads=HEADS, q_lora_rank=64, o_lora_rank=64, head_dim=512, qk_rope_head_dim=64,
+        o_groups=2, sliding_window=WINDOW, num_hidden_layers=len(RATIOS), layer_types=["swa", "c4a", "c128a"],
+        compress_rates={"c4a": 4, "c128a": 128}, compress_ratios=list(RATIOS), rms_norm_eps=1e-6, index_topk=TOPK,
+        max_position_embeddings=MAX_LEN, index_n_heads=INDEX_HEADS, index_head_dim=128,
+    )  # fmt: skip
     config.model_config.hf_config = config.model_config.hf_text_config = text
     config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens = MAX_LEN, MAX_TOKENS
+    config.kernel_config.sparse_indexer_topk_backend, config.parallel_config.pcp_shard_decode_requests = "auto", False
+    device = SimpleNamespace(device_type="cpu")
+    vars(config).update(quant_config=None, use_v2_model_runner=True, device_config=device)
+    config.attention_config.backend = None
+    assert "_select_dsv4_attn_cls" in model.DeepseekV4DecoderLayer.__init__.__code__.co_names  # looked up there
+    assert model._select_dsv4_attn_cls(config) is ours
+    config.attention_config.backend = model.AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4
+    assert model._select_dsv4_attn_cls(config) is model.DeepseekV4FlashInferMLAAttention
+    importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(CPU)
+    for number, ratio in enumerate(RATIOS):
+        held = Layer(rng, ratio, HEADS)
+        layer = ours(config, prefix=f"layers.{number}.attn", topk_indices_buffer=held.chosen)
+        hold(layer, held)
+        builders = builders_of(layer, config)
+        for name in ORDER:
+            step(layer, builders, held.step(name))
+        print(f"{len(ORDER)} steps of DeepSeek-V4's layers, a compressed row for {ratio} tokens")
 
-    starts = np.cumsum([0, *QUERY_LENS]).astype(np.int32)
-    seq_lens, tokens = np.array(SEQ_LENS, np.int32), int(starts[-1])
-    requests = np.repeat(np.arange(len(SEQ_LENS)), QUERY_LENS)
-    positions = np.array([oracle_v4.position(starts, seq_lens, r, t) for t, r in enumerate(requests)])
 
-    def table(blocks: int) -> np.ndarray:
-        return rng.permutation(len(SEQ_LENS) * blocks).reshape(len(SEQ_LENS), blocks).astype(np.int32)
+def hold(layer: Any, held: Layer) -> None:
+    """Give a layer its caches and sinks; a profiling run comes first, as in vLLM."""
+    assert (layer.compress_ratio, layer.padded_heads, len(layer.attn_sink)) == (held.ratio, HEADS, HEADS)
+    context(None)
+    q = torch.ones(MAX_TOKENS, HEADS, 512, dtype=torch.bfloat16)
+    out = layer._alloc_attn_out(MAX_TOKENS, q)
+    layer.forward_mqa(layer._fused_qnorm_rope_kv_insert(q, q[:, 0], None, None), q[:, 0], None, out)
+    assert not out.any()
+    layer.attn_sink.data.copy_(held.sink)
+    layer.swa_cache_layer.kv_cache = held.window
+    if held.compressed is not None:
+        layer.kv_cache = held.compressed
+    if layer.indexer is not None:
+        layer.indexer.k_cache.kv_cache = torch.from_numpy(held.keys)
 
-    def batch(blocks: np.ndarray) -> Any:
-        lens = torch.from_numpy(seq_lens)
-        return backend.CommonAttentionMetadata(
-            query_start_loc=torch.from_numpy(starts), query_start_loc_cpu=torch.from_numpy(starts), seq_lens=lens,
-            num_reqs=len(lens), num_actual_tokens=tokens, max_query_len=max(QUERY_LENS), max_seq_len=max(SEQ_LENS),
-            block_table_tensor=torch.from_numpy(blocks), slot_mapping=torch.arange(tokens),
-            positions=torch.from_numpy(positions), seq_lens_cpu_upper_bound=lens,
-        )  # fmt: skip
+
+def context(metadata: Any) -> None:
+    """The step's, which layers ask vLLM for."""
+    vars(importlib.import_module("vllm.forward_context"))["_forward_context"] = SimpleNamespace(attn_metadata=metadata)
+
+
+def builders_of(layer: Any, config: Any) -> dict[str, Any]:
+    """vLLM's metadata builders of a layer's caches, by the caches' names."""
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
 
     def spec(kind: Any, size: int, ratio: int, **more: Any) -> Any:
         return kind(
@@ -118,46 +170,49 @@ def drive(rng: np.random.Generator, made: Any) -> None:
             cache_dtype_str="fp8_ds_mla", model_version="deepseek_v4", state_content_bytes=584, alignment=576, **more,
         )  # fmt: skip
 
-    window_table = table(MAX_LEN // WINDOW_BLOCK)
-    window_cache = cache_of(rng, window_table.size, WINDOW_BLOCK)
-    window_spec = spec(interface.SlidingWindowMLASpec, WINDOW_BLOCK, 1, sliding_window=WINDOW)
-    window_builder = layers.DeepseekSparseSWAFlashMLABackend.get_builder_cls()(window_spec, ["swa"], config, CPU)
-    q = torch.from_numpy(rng.standard_normal((tokens, HEADS, 512)).astype(np.float32)).bfloat16()
-    sink = torch.from_numpy(rng.standard_normal(HEADS).astype(np.float32))
-    importlib.import_module("vllm.v1.worker.workspace").init_workspace_manager(CPU)
-    for ratio in RATIOS:
-        blocks = table(MAX_LEN // BLOCK)
-        cache = cache_of(rng, blocks.size, BLOCK // ratio)
-        step = {"swa": window_builder.build(0, batch(window_table))}
-        if ratio > 1:
-            builder = layers.DeepseekV4FlashMLABackend.get_builder_cls()(
-                spec(interface.MLAAttentionSpec, BLOCK, ratio), ["layer"], config, CPU
-            )
-            step["layer"] = builder.build(0, batch(blocks))
-        chosen = np.full((tokens, TOPK), -1, np.int32)
-        for t, p in enumerate(positions):
-            rows = min((p + 1) // ratio, TOPK if ratio == 4 else MAX_LEN)
-            chosen[t, :rows] = rng.permutation((p + 1) // ratio)[:rows] if ratio == 4 else np.arange(rows)[:TOPK]
-        layer = layers.DeepseekV4FlashMLAAttention.__new__(layers.DeepseekV4FlashMLAAttention)
-        torch.nn.Module.__init__(layer)
-        given = {
-            "prefix": "layer", "compress_ratio": ratio, "window_size": WINDOW, "max_image_tokens": 0, "scale": SCALE,
-            "max_num_batched_tokens": MAX_TOKENS, "max_model_len": MAX_LEN, "attn_sink": sink, "kv_cache": cache,
-            "swa_cache_layer": SimpleNamespace(prefix="swa", kv_cache=window_cache),
-            "topk_indices_buffer": torch.from_numpy(np.pad(chosen, ((0, 9), (0, 0)), constant_values=-1)),
-        }  # fmt: skip
-        vars(layer).update(given)
-        context = SimpleNamespace(attn_metadata=step)
-        vars(importlib.import_module("vllm.forward_context"))["_forward_context"] = context
-        out = torch.full_like(q, torch.nan)
-        layer.forward_mqa(q, q[:, 0], torch.from_numpy(positions), out)
-        for t, (r, p) in enumerate(zip(requests, positions, strict=True)):
-            at = np.arange(max(p - WINDOW + 1, 0), p + 1)
-            slots = window_table[r, at // WINDOW_BLOCK] * WINDOW_BLOCK + at % WINDOW_BLOCK
-            rows = [oracle.named_rows(oracle.V4, window_cache.numpy(), slots)]
-            if ratio > 1:
-                size, own = BLOCK // ratio, chosen[t][chosen[t] >= 0]
-                rows.append(oracle.named_rows(oracle.V4, cache.numpy(), blocks[r, own // size] * size + own % size))
-            want, _, _ = oracle.attend(q[t].float().numpy(), np.concatenate(rows), SCALE, sink.numpy())
-            assert_result(out[t].float().numpy(), want)
-        print(f"DeepSeek-V4's layers, a compressed row for {ratio} tokens")
+    def built(cache: Any, rows: Any, **more: Any) -> Any:
+        return cache.get_attn_backend().get_builder_cls()(rows, [cache.prefix], config, CPU, **more)
+
+    window, ratio = layer.swa_cache_layer, layer.compress_ratio
+    builders = {
+        window.prefix: built(window, spec(interface.SlidingWindowMLASpec, WINDOW_BLOCK, 1, sliding_window=WINDOW))
+    }
+    if ratio > 1:
+        builders[layer.prefix] = built(layer, spec(interface.MLAAttentionSpec, BLOCK, ratio))
+    if layer.indexer is not None:
+        keys = layer.indexer.k_cache
+        rows = spec(interface.MLAAttentionSpec, BLOCK, ratio)
+        builders[keys.prefix] = built(keys, rows, block_table_width=MAX_LEN // BLOCK)
+    return builders
+
+
+def step(layer: Any, builders: dict[str, Any], asked: Asked) -> None:
+    """Metadata by vLLM's builders, then the choice of rows and attention as the layer calls them, beside what is
+    right."""
+    backend = importlib.import_module("vllm.v1.attention.backend")
+    lens, starts = torch.tensor(asked.seq_lens, dtype=torch.int32), torch.from_numpy(asked.starts)
+    positions = torch.from_numpy(asked.positions)
+
+    def batch(table: np.ndarray) -> Any:
+        return backend.CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, num_reqs=len(lens),
+            num_actual_tokens=len(positions), max_query_len=max(asked.query_lens), max_seq_len=max(asked.seq_lens),
+            block_table_tensor=torch.from_numpy(table), slot_mapping=torch.from_numpy(asked.slots),
+            positions=positions, seq_lens_cpu_upper_bound=lens,
+        )  # fmt: skip
+
+    window = layer.swa_cache_layer.prefix
+    context({
+        name: builder.build(0, batch(asked.window_table if name == window else asked.table))
+        for name, builder in builders.items()
+    })  # fmt: skip
+    out, choice = torch.full_like(asked.q, torch.nan), (None, None, None)
+    if layer.indexer is not None:
+        layer.topk_indices_buffer.fill_(HOSTILE)
+        index_q = torch.from_numpy(asked.index_q).view(torch.float8_e4m3fn)
+        choice = index_q, None, torch.from_numpy(asked.weights)
+    layer._sparse_indexer_and_attn(asked.q[:, 0], *choice, asked.q, asked.q[:, 0], positions, out)
+    if layer.indexer is not None:
+        assert torch.equal(layer.topk_indices_buffer[: len(asked.lists)], torch.from_numpy(asked.lists))
+        assert (layer.topk_indices_buffer[len(asked.lists) :] == HOSTILE).all()
+    assert_result(out.float().numpy(), asked.want)

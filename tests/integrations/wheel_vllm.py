@@ -212,11 +212,12 @@ def key_ranges(
     interleave: int, *, num_reqs: int, COMPRESS_RATIO: int,
 ) -> None:  # fmt: skip
     """vLLM's Triton kernel of prefills' chunks, of one rank: which gathered keys each query token sees."""
-    assert (rank, ranks, num_reqs, COMPRESS_RATIO) == (0, 1, len(lens), 1)
+    assert (rank, ranks, num_reqs) == (0, 1, len(lens))
     for r, (query, key) in enumerate(zip(starts[:-1].tolist(), key_starts[:-1].tolist(), strict=True)):
         requests[key : int(key_starts[r + 1])] = r
         for t in range(max(query, begin), min(int(starts[r + 1]), stop)):
-            first[t - begin], end[t - begin] = key, key + int(lens[r]) - int(starts[r + 1]) + t + 1
+            seen = int(lens[r]) - int(starts[r + 1]) + t + 1
+            first[t - begin], end[t - begin] = key, key + seen // COMPRESS_RATIO
 
 
 def indexer_of(lists: torch.Tensor, keys: torch.Tensor) -> Any:

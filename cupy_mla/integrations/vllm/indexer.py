@@ -2,12 +2,13 @@
 
 DeepSeek-V3.2's and GLM-5's layers look up vLLM's function in their module. When the first such layer gets our
 attention, that name is bound to our function, which calls vLLM's for layers with another backend. The metadata are
-vLLM's, without DeepGEMM's schedule.
+vLLM's, without DeepGEMM's schedule. DeepSeek-V4's layers call an object of theirs, which is told to call ours.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,7 +82,11 @@ def _lacking(layers: Any, indexer: Any) -> str | None:
     """What an indexer needs and our operations lack; None: nothing."""
     if layers is None or not isinstance(indexer, layers.DeepseekV32Indexer):
         return "layers other than DeepSeek-V3.2's"
-    op = indexer.indexer_op
+    return _lacking_for(indexer.indexer_op)
+
+
+def _lacking_for(op: Any) -> str | None:
+    """`_lacking`, of an indexer's `SparseAttnIndexer`."""
     if op.use_pcp or op.dcp_world_size > 1:
         return "context parallelism"
     # vLLM 0.33 uses MX scales on compute capability 10.x.
@@ -133,6 +138,33 @@ def sparse_attn_indexer(
     return topk_indices_buffer
 
 
+def adopt_v4(op: Any) -> None:
+    """Make the indexer of a layer of DeepSeek-V4 run on our operations, unless these lack something that it needs.
+
+    Args:
+        op: the `SparseAttnIndexer` that the layer calls.
+    """
+    if _lacking_for(op) is None:
+        op.forward = partial(_choose_v4, op, op.forward)
+
+
+def _choose_v4(
+    op: Any, stock_forward: Any, hidden_states: torch.Tensor, q: torch.Tensor, k: None, weights: torch.Tensor
+) -> torch.Tensor:
+    """As `sparse_attn_indexer`. The layer has not filled the buffer, and calls only if there is something to choose."""
+    metadata = get_forward_context().attn_metadata
+    if not isinstance(metadata, dict):
+        return stock_forward(hidden_states, q, k, weights)
+    batch, keys, lists = metadata[op.k_cache.prefix], op.k_cache.kv_cache, op.topk_indices_buffer
+    lists[: len(hidden_states)] = -1  # a chunk without complete rows is left out
+    out = lists[:, : op.topk_tokens]
+    if batch.num_prefills:
+        _prefills(batch, keys, q, weights, op.max_total_seq_len, out)
+    if batch.num_decodes:
+        _decodes(batch, keys, q, weights, op.max_model_len, out, op.compress_ratio)
+    return lists
+
+
 def _without_lists(context: Any, attention: Any) -> bool:
     """Whether a layer's attention needs no lists in this step, because it has only prefills of at most topk tokens.
 
@@ -171,9 +203,19 @@ def _prefills(
 
 
 def _decodes(
-    batch: Any, kv_cache: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, most_keys: int, out: torch.Tensor
+    batch: Any,
+    kv_cache: torch.Tensor,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    most_keys: int,
+    out: torch.Tensor,
+    ratio: int = 1,
 ) -> None:
-    """Choose for the decodes. If requests have unequal numbers of query tokens, each token counts as a request."""
+    """Choose for the decodes. If requests have unequal numbers of query tokens, each token counts as a request.
+
+    Args:
+        ratio: tokens of a key.
+    """
     decode, tokens = batch.decode, batch.num_decode_tokens
     lens, table = decode.seq_lens, decode.block_table
     if decode.requires_padding or tokens % len(decode.decode_lens):
@@ -182,7 +224,8 @@ def _decodes(
         request = torch.searchsorted(ends, token, right=True)
         padding = request == len(ends)
         request.clamp_(max=len(ends) - 1)
-        lens = (batch.seq_lens[request] - (ends[request] - token) + 1).masked_fill(padding, 0).int()
+        lens = (batch.seq_lens[request] - (ends[request] - token) + 1) // ratio
+        lens = lens.masked_fill(padding, 0).int()
         table = table[request]
     select_rows_paged(
         q[:tokens].view(len(table), -1, *q.shape[1:]), kv_cache, weights[:tokens], lens, table, most_keys, out.shape[1],

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...config import RATIOS, DenseMLAConfig, SparseMLAConfig
+from ...config import DenseMLAConfig, SparseMLAConfig
 from ...cuda.paging import ceil_div
 from ...typing import CacheLayout
 from .. import warm
@@ -50,20 +50,20 @@ def dense_layers_of(vllm_config: Any, heads: int, fp8: bool) -> DenseMLAConfig:
     )  # fmt: skip
 
 
-def v4_layers_of(vllm_config: Any) -> list[SparseMLAConfig]:
-    """DeepSeek-V4's kinds of layers: with a sliding window alone, and with each kind of compressed cache. The number of
-    heads is that to which vLLM's layers pad theirs."""
+def v4_layers_of(vllm_config: Any, heads: int, ratio: int) -> SparseMLAConfig:
+    """DeepSeek-V4's layers of one kind.
+
+    Args:
+        heads: query heads of a call.
+        ratio: tokens of a compressed row, 4 or 128; 1: the layers have a sliding window alone.
+    """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    heads = model.get_num_attention_heads(vllm_config.parallel_config)
-    return [
-        SparseMLAConfig(
-            64 if heads <= 64 else 128, 512, topk=model.hf_config.index_topk, block_size=V4_PAGE, cache_layout="v4_fp8",
-            max_num_seqs=scheduler.max_num_seqs, max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=model.max_model_len, num_speculative_tokens=_speculative(vllm_config), compress_ratio=ratio,
-            window=model.hf_config.sliding_window, model="v4",
-        )
-        for ratio in RATIOS["v4"]
-    ]  # fmt: skip
+    return SparseMLAConfig(
+        heads, 512, topk=model.hf_config.index_topk, block_size=V4_PAGE, cache_layout="v4_fp8",
+        max_num_seqs=scheduler.max_num_seqs, max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=model.max_model_len, num_speculative_tokens=_speculative(vllm_config), compress_ratio=ratio,
+        window=model.hf_config.sliding_window, model="v4",
+    )  # fmt: skip
 
 
 def _speculative(vllm_config: Any) -> int:
