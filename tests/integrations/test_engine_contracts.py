@@ -8,6 +8,7 @@ which `python -m tests.integrations.wheels FOLDER` fetches them. They are skippe
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
