@@ -67,12 +67,17 @@ class Folder:
         return sorted(rows, key=lambda row: row[2])
 
     def child(self) -> str:
-        """The state of what the program that hangs has started."""
-        try:
-            stat = Path(f"/proc/{(self.path / 'child').read_text()}/stat").read_text()
-        except FileNotFoundError:
-            return "gone"
-        return "gone" if stat.split()[2] == "Z" else "runs"
+        """The state of what the program that hangs has started, once it is gone or 2 seconds have passed."""
+        until = time.monotonic() + 2  # SIGKILL ends a process a little later
+        while time.monotonic() < until:
+            try:
+                stat = Path(f"/proc/{(self.path / 'child').read_text()}/stat").read_text()
+            except FileNotFoundError:
+                return "gone"
+            if stat.split()[2] == "Z":
+                return "gone"
+            time.sleep(0.02)
+        return "runs"
 
 
 @pytest.fixture
