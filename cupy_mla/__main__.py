@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from .bridges import require_cupy
 from .checks.options import require_choice
 from .config import RATIOS, DenseMLAConfig, SparseMLAConfig
-from .layouts import DENSE_LAYOUTS, OF_V41, QUANTIZED_OF_V4, by_name, names
+from .layouts import DENSE_LAYOUTS, OF_V41, QUANTIZED_OF_V4, QUANTIZED_OF_V32, Layout, by_name, names
 from .selfcheck import report
 from .selfcheck.warmup import warmup
 from .typing import ModelKind
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "--compressed-layout", help="layout of V4.1's compressed caches: v41_fp4 beside v41_fp8 (default: as --layout)"
     )
     for name, default, what in (
-        ("--d-qk", 576, "width of the rows of bf16 caches"),
+        ("--d-qk", 576, "width of the rows of bf16 and plain_fp8 caches"),
         ("--topk", 2048, "tokens that the indexer chooses for each query token"),
         ("--speculative-tokens", 0, "query tokens that a decode has beyond its first"),
         ("--max-num-seqs", 256, "most requests in a batch"),
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument(
         "--model",
         choices=("v32", "v4", "v41"),
-        help="kind of the model (default: v41 for its own layouts, v4 where rows have 512 values, else v32)",
+        help="kind of the model (default: v41 for its own layouts, v4 for V4's and for bf16 rows of 512, else v32)",
     )
     warm.add_argument(
         "--compress-ratio", type=int, nargs="+", help="kinds of V4 or V4.1 layers (default: all of the model)"
@@ -75,16 +75,18 @@ def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig | DenseMLAC
                 num_speculative_tokens=options.speculative_tokens,
             )  # fmt: skip
             continue
-        of_layout: ModelKind | None = "v41" if layout in OF_V41 else "v4" if layout in QUANTIZED_OF_V4 else None
-        model: ModelKind | None = options.model or of_layout
+        kinds: tuple[tuple[ModelKind, tuple[Layout, ...]], ...] = (
+            ("v41", OF_V41), ("v4", QUANTIZED_OF_V4), ("v32", QUANTIZED_OF_V32)
+        )  # fmt: skip
+        model: ModelKind | None = options.model or next((kind for kind, of in kinds if layout in of), None)
+        d_qk = min(options.d_qk, layout.d_qk) if model == "v32" else layout.d_qk
         for ratio in options.compress_ratio or RATIOS[model] if model in ("v4", "v41") else [1]:
             compressed = model in ("v4", "v41") and ratio > RATIOS[model][0]
             block_size = options.block_size if options.block_size is not None else 256 if compressed else 64
             yield SparseMLAConfig(
-                options.heads, options.d_qk if model == "v32" else layout.d_qk, topk=options.topk, kpool=options.kpool,
-                block_size=block_size, cache_layout=name, max_num_seqs=options.max_num_seqs,
-                num_speculative_tokens=options.speculative_tokens, compress_ratio=ratio, model=model,
-                compressed_layout=options.compressed_layout,
+                options.heads, d_qk, topk=options.topk, kpool=options.kpool, block_size=block_size, cache_layout=name,
+                max_num_seqs=options.max_num_seqs, num_speculative_tokens=options.speculative_tokens,
+                compress_ratio=ratio, model=model, compressed_layout=options.compressed_layout,
             )  # fmt: skip
 
 

@@ -46,9 +46,11 @@ class SparseMLAConfig:
         d_v: value width, 512.
         topk: KV tokens that the indexer chooses for each query token; a multiple of `kpool`.
         block_size: tokens a block of the paged cache; a multiple of `compress_ratio`, because a block holds whole rows.
-        cache_layout: "bf16", "v32_fp8", "v4_fp8", "v32_nvfp4" or "v4_nvfp4"; in V4.1 also "v41_fp8" or "v41_fp8_split".
-            vLLM's "fp8_ds_mla" is "v32_fp8" or, in V4 and V4.1, "v4_fp8"; its "nvfp4_ds_mla" is "v32_nvfp4". Models of
-            the V3.2 kind without RoPE have rows of 512 in bf16, and in FP8 V3.2's rows with a RoPE part of zeros.
+        cache_layout: of the V3.2 kind "bf16", "v32_fp8", "v32_nvfp4" or "plain_fp8" (one scale for a layer's rows, see
+            `SparseMLAImpl.forward_mqa`), and without RoPE also "v32_nope_fp8"; of V4 "bf16", "v4_fp8" or "v4_nvfp4"; in
+            V4.1 also "v41_fp8" or "v41_fp8_split". vLLM's "fp8_ds_mla" is "v32_fp8" or, in V4 and V4.1, "v4_fp8"; its
+            "nvfp4_ds_mla" is "v32_nvfp4", its "fp8" is "plain_fp8". Models of the V3.2 kind without RoPE have rows of
+            512 in "bf16", "plain_fp8" and "v32_nope_fp8"; in other layouts V3.2's rows with a RoPE part of zeros.
         max_num_seqs: requests in the largest batch.
         max_num_batched_tokens: query tokens in the largest batch.
         max_model_len: tokens of the longest sequence.
@@ -131,11 +133,12 @@ class SparseMLAConfig:
     def _require_layouts(self, kind: ModelKind) -> None:
         """Check that models of this kind have caches of these layouts."""
         of_v41 = self.layout in layouts.OF_V41
-        if self.layout.scale_of_call or not (self.layout.told or of_v41):
-            why = "whose scale each call brings" if self.layout.scale_of_call else "which each call must name"
-            raise ValueError(f"cache_layout: layers have no {self.cache_layout!r}, {why}")
         if (self.layout.quantized and self.layout.of_v4 != self.is_v4) or (of_v41 and kind != "v41"):
             raise ValueError(f"cache_layout: models of kind {kind!r} have no caches {self.cache_layout!r}")
+        if self.layout.d_qk < self.d_qk:
+            raise ValueError(
+                f"cache_layout: rows of {self.cache_layout!r} have {self.layout.d_qk} values, d_qk is {self.d_qk}"
+            )
         if self.compressed_layout is not None:
             if not self.is_v4:
                 raise ValueError(f"compressed_layout: models of kind {kind!r} have no compressed caches")

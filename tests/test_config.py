@@ -60,7 +60,8 @@ def test_numpy_integers_become_ints():
      (512, "v32", "fp8_ds_mla", layouts.V32_FP8), (512, "v32", "v32_fp8", layouts.V32_FP8),
      (512, "v32", "bf16", layouts.BF16_512), (576, "v32", "auto", layouts.BF16_576),
      (512, "v41", "v41_fp8", layouts.V41_FP8), (512, "v41", "v41_fp8_split", layouts.V41_FP8_SPLIT),
-     (512, "v41", "fp8_ds_mla", layouts.V4_FP8)],
+     (512, "v41", "fp8_ds_mla", layouts.V4_FP8), (512, "v32", "v32_nope_fp8", layouts.V32_NOPE_FP8),
+     (512, "v32", "plain_fp8", layouts.PLAIN_FP8_512), (576, None, "fp8", layouts.PLAIN_FP8_576)],
 )  # fmt: skip
 def test_kinds_of_models(d_qk, model, cache_layout, layout):
     """Rows of 512 are V4's, or those of the V3.2 kind without RoPE; vLLM calls the FP8 layout of either the same."""

@@ -17,6 +17,7 @@ MORE = {
     "ops.compressed.write_c128a_topk_metadata": "the parameters of the public function that it stands behind",
     "ops.compressed.write_compressed_slot_mapping": "the parameters of the public function that it stands behind",
     "backends.indexer.IndexerImpl.forward": "the engine's arguments, and by keyword what V4.1's and GLM's layers add",
+    "backends.sparse_mla.SparseMLAImpl.forward_mqa": "the engine's arguments, and by keyword what kinds of layers add",
     "integrations.training.sparse_indexer_loss": "the parameters of the public functions that it calls",
     "integrations.training.warmup_loss": "the parameters of the public functions that it calls",
     "integrations.training.SparseMLATraining.forward": "the parameters of the public functions that it calls",

@@ -23,7 +23,8 @@ from ..metadata.sparse_mla import (
 from ..ops.attention import planned_decode, sparse_prefill
 from ..ops.dense import planned_dense_decode
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
-from ..typing import A, AnyArray, CacheLayout, ModelKind
+from ..ops.scales import scale_of_rows
+from ..typing import A, AnyArray, CacheLayout, CallScale, ModelKind
 from .index_groups import PhysicalTopk, to_slots
 from .steps import Step
 from .workspace import Workspace
@@ -34,7 +35,7 @@ class SparseMLABackend:
 
     name = "CUPY_MLA_SPARSE"
     supported_dtypes: tuple[str, ...] = ("bfloat16",)
-    supported_kv_cache_dtypes: tuple[str, ...] = ("auto", "bfloat16", "fp8_ds_mla")
+    supported_kv_cache_dtypes: tuple[str, ...] = ("auto", "bfloat16", "fp8_ds_mla", "fp8", "fp8_e4m3")
     supported_head_sizes: tuple[int, ...] = (576, 512)  # V3.2; V4, and V3.2's kind without RoPE
     least_compute_capability: tuple[int, int] = (8, 0)
 
@@ -116,6 +117,18 @@ class _Lists(NamedTuple):
         return _Lists(self.slots[tokens], self.ends[tokens], self.sinks)
 
 
+class _Rows(NamedTuple):
+    """A layer's rows.
+
+    Attributes:
+        cache: the paged cache.
+        told: what operations over it must be told, by their arguments' names: `layout`, `k_scale`.
+    """
+
+    cache: Any
+    told: dict[str, Any]
+
+
 class SparseMLAImpl:
     """The attention of one V3.2 layer. It keeps no state of its own: all layers of a model may share one.
 
@@ -127,8 +140,9 @@ class SparseMLAImpl:
     Dense decodes: the decodes that metadata names in `dense_decodes` attend over all rows of their requests, by
     `cupy_mla.dense_decode`. Their index lists are neither converted nor read.
 
-    Models without RoPE (d_qk 512): rows of a bf16 cache have 512 values. Rows of an FP8 cache are V3.2's. The query is
-    padded with zeros for their RoPE part, which must be finite (`concat_and_cache_mla` writes zeros).
+    Models without RoPE (d_qk 512): rows in layout BF16, PLAIN_FP8 and V32_NOPE_FP8 have 512 values. In other layouts
+    they are V3.2's. The query is then padded with zeros for their RoPE part, which must be finite
+    (`concat_and_cache_mla` writes zeros).
 
     Args:
         config: the layer and the engine's maxima.
@@ -148,6 +162,7 @@ class SparseMLAImpl:
         self.config = config
         self.scale: float = require_scale("scale", scale)
         self.workspace = workspace
+        self._told: dict[str, Any] = {} if config.layout.told else {"layout": config.layout.name}
         self._checked: SparseMLAMetadata | None = None  # all layers of a step are handed the same
         gathers = config.layout.quantized and not config.use_mixed_batch
         rows = prefill_workspace_size(config.max_model_len) if gathers else 0
@@ -163,6 +178,7 @@ class SparseMLAImpl:
         *,
         valid_counts: AnyArray | None = None,
         sinks: AnyArray | None = None,
+        k_scale: CallScale | None = None,
         out: A | None = None,
         return_lse: Literal[False] = False,
     ) -> A: ...
@@ -177,6 +193,7 @@ class SparseMLAImpl:
         *,
         valid_counts: AnyArray | None = None,
         sinks: AnyArray | None = None,
+        k_scale: CallScale | None = None,
         out: A | None = None,
         return_lse: Literal[True],
     ) -> tuple[A, A]: ...
@@ -190,6 +207,7 @@ class SparseMLAImpl:
         *,
         valid_counts: AnyArray | None = None,
         sinks: AnyArray | None = None,
+        k_scale: CallScale | None = None,
         out: A | None = None,
         return_lse: bool = False,
     ) -> A | tuple[A, A]:
@@ -204,7 +222,7 @@ class SparseMLAImpl:
             q: [T, h, 576] bfloat16, or a pair ([T, h, 512], [T, h, 64]) of the absorbed query and its RoPE part. Of a
                 model without RoPE [T, h, 512], or a pair whose second part is [T, h, 0].
             kv_cache: [num_blocks, block_size, (1,) 576] bfloat16, without RoPE [..., 512], or
-                [num_blocks, block_size, (1,) 656] uint8 or float8_e4m3fn, as the config says.
+                [num_blocks, block_size, (1,) 656 | 576 | 528 | 512 | 352] uint8 or float8_e4m3fn, as the config says.
             metadata: of this step, from `SparseMLAMetadataBuilder` with these layers' config; T is its number of
                 tokens.
             topk_indices: [T, topk] int32 token positions in each token's request, and -1, anywhere, where there are
@@ -214,6 +232,8 @@ class SparseMLAImpl:
                 is looked for.
             sinks: [h] float32 a value of each head that its softmax divides by too, in natural-log units, of models
                 that have them (HY-V4); None: none.
+            k_scale: of PLAIN_FP8 rows, that of this layer: a positive number, or [1] or [] float32 on the device;
+                None: 1. Prefills in separate mode attend over rows times the scale, rounded to bfloat16.
             out: [T, h, 512] bfloat16, written in place when given.
             return_lse: also return the logarithms that merge this with attention over other rows.
 
@@ -225,6 +245,8 @@ class SparseMLAImpl:
             TypeError, ValueError: an argument has the wrong type, shape, device or strides.
         """
         place, cache = self._check(q, kv_cache, metadata, topk_indices, valid_counts)
+        scale_of_rows(place, self.config.layout, k_scale)
+        layer = _Rows(kv_cache, self._told if k_scale is None else {**self._told, "k_scale": k_scale})
         tokens, heads, extra = metadata.num_actual_tokens, self.config.num_heads, metadata.fp8_extra_metadata
         out_, sinks_ = place.optional(out=out, sinks=sinks)
         if sinks_ is not None:
@@ -247,7 +269,7 @@ class SparseMLAImpl:
         dense = self._dense(place, metadata)
         listed = slice(0 if dense is None else dense.num_tokens, tokens)
         if dense is not None:
-            self._attend_all(queries, kv_cache, dense, sinks, result, lse)
+            self._attend_all(queries, layer, dense, sinks, result, lse)
         if listed.start == tokens:
             return result if lse is None else (result, lse)
         if isinstance(topk_indices, PhysicalTopk):
@@ -258,11 +280,11 @@ class SparseMLAImpl:
         if isinstance(extra, FP8SeparatePrefillDecode):
             if dense is not None:
                 extra = replace(extra, decode=None)
-            self._forward_separate(queries, kv_cache, extra, lists, workspace, result, lse)
+            self._forward_separate(queries, layer, extra, lists, workspace, result, lse)
         elif isinstance(extra, FP8KernelMetadata):
-            self._decode(queries, kv_cache, lists, extra, result, lse)
+            self._decode(queries, layer, lists, extra, result, lse)
         else:
-            self._forward_bf16(queries, kv_cache, cache, metadata, lists, result, lse)
+            self._forward_bf16(queries, layer, cache, metadata, lists, result, lse)
         return result if lse is None else (result, lse)
 
     def _dense(self, place: Place, metadata: SparseMLAMetadata) -> DenseDecodes | None:
@@ -273,12 +295,12 @@ class SparseMLAImpl:
             return dense
         return None
 
-    def _attend_all(self, q: Any, kv_cache: Any, dense: DenseDecodes, sinks: Any, out: Any, lse: Any) -> None:
+    def _attend_all(self, q: Any, layer: _Rows, dense: DenseDecodes, sinks: Any, out: Any, lse: Any) -> None:
         """Attention of decodes over all rows of their requests."""
         shape, end = (len(dense.seq_lens), dense.query_len), dense.num_tokens
         _, found = planned_dense_decode(
-            q[:end].reshape(*shape, *q.shape[1:]), kv_cache, dense.block_table, dense.seq_lens, self.scale, dense.plan,
-            attn_sink=sinks, out=out[:end].reshape(*shape, *out.shape[1:]),
+            q[:end].reshape(*shape, *q.shape[1:]), layer.cache, dense.block_table, dense.seq_lens, self.scale,
+            dense.plan, attn_sink=sinks, out=out[:end].reshape(*shape, *out.shape[1:]), **layer.told,
         )  # fmt: skip
         if lse is not None:
             lse[:end].reshape(*shape, -1)[...] = found.swapaxes(1, 2)
@@ -286,7 +308,7 @@ class SparseMLAImpl:
     def _forward_bf16(
         self,
         q: Any,
-        kv_cache: Any,
+        layer: _Rows,
         cache: Array,
         metadata: SparseMLAMetadata,
         lists: _Lists,
@@ -296,15 +318,15 @@ class SparseMLAImpl:
         num_blocks, block_size, d_qk = cache.shape
         flat = num_blocks <= 1 or cache.strides[0] == block_size * cache.strides[1]
         if flat and metadata.max_query_len > 1 + self.config.num_speculative_tokens:
-            rows = kv_cache.reshape(num_blocks * block_size, 1, d_qk)
+            rows = layer.cache.reshape(num_blocks * block_size, 1, d_qk)
             self._prefill(q, rows, lists, out, lse)
         else:
-            self._decode(q, kv_cache, lists, FP8KernelMetadata(), out, lse)
+            self._decode(q, layer, lists, FP8KernelMetadata(), out, lse)
 
     def _forward_separate(
         self,
         q: Any,
-        kv_cache: Any,
+        layer: _Rows,
         batch: FP8SeparatePrefillDecode,
         lists: _Lists,
         workspace: Any,
@@ -315,23 +337,23 @@ class SparseMLAImpl:
             end = batch.num_decode_tokens
             of_decodes = None if lse is None else lse[:end]
             self._decode(
-                q[:end], kv_cache, lists.part(slice(end)), batch.decode.kernel_metadata, out[:end], of_decodes
+                q[:end], layer, lists.part(slice(end)), batch.decode.kernel_metadata, out[:end], of_decodes
             )  # fmt: skip
         for chunk in batch.prefill.chunks if batch.prefill else ():
             rows, tokens = workspace[: chunk.chunk_tot_seqlen], chunk.tokens_slice
             cp_gather_and_upconvert_fp8_kv_cache(
-                kv_cache, rows, chunk.block_table, chunk.seq_lens, chunk.workspace_starts
+                layer.cache, rows, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, **layer.told
             )
             of_chunk = None if lse is None else lse[tokens]
             self._prefill(q[tokens], rows[:, None], lists.part(tokens), out[tokens], of_chunk)
 
-    def _decode(self, q: Any, kv_cache: Any, lists: _Lists, kernel: FP8KernelMetadata, out: Any, lse: Any) -> None:
+    def _decode(self, q: Any, layer: _Rows, lists: _Lists, kernel: FP8KernelMetadata, out: Any, lse: Any) -> None:
         """Attention of query tokens over the cache, each as a request of its own, because its list has an own end."""
         if len(q) == 0:
             return
         _, found = planned_decode(
-            q[:, None], kv_cache, lists.slots[:, None], lists.ends, self.scale, out[:, None], kernel.num_splits,
-            kernel.plan, attn_sink=lists.sinks,
+            q[:, None], layer.cache, lists.slots[:, None], lists.ends, self.scale, out[:, None], kernel.num_splits,
+            kernel.plan, attn_sink=lists.sinks, **layer.told,
         )  # fmt: skip
         if lse is not None:
             lse[...] = found[..., 0]

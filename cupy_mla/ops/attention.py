@@ -270,11 +270,12 @@ def planned_decode(
 
     Args:
         ends: [b] int32 where each request's lists end; entries behind are -1.
-        others: arrays under their names in `Given`.
+        others: `layout`, as for `sparse_decode`, and arrays and `k_scale` under their names in `Given`.
     """
     scale = require_scale("sm_scale", sm_scale)
+    door = Door(layout=others.pop("layout", None))
     given = Given(q, k_cache, indices, topk_length=ends, out=out, **others)
-    return decode(given, scale, num_splits, plan=plan, padded=True)
+    return decode(given, scale, num_splits, plan=plan, padded=True, door=door)
 
 
 @operation

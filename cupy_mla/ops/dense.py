@@ -140,10 +140,11 @@ def planned_dense_decode(
     the same way.
 
     Args:
-        others: arrays under their names in `Given`.
+        others: `layout`, as for `dense_decode`, and arrays and `k_scale` under their names in `Given`.
     """
     scale = require_scale("sm_scale", sm_scale)
-    return decode(Given(q, k_cache, block_table, seq_lens, **others), scale, Sees(), None, plan=plan)
+    door = Door(layout=others.pop("layout", None))
+    return decode(Given(q, k_cache, block_table, seq_lens, **others), scale, Sees(), None, plan=plan, door=door)
 
 
 class Given(NamedTuple):

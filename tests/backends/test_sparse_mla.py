@@ -516,6 +516,7 @@ def test_what_the_backend_answers() -> None:
     assert backend.get_kv_cache_shape(7, 64) == (7, 64, 576)
     assert backend.get_kv_cache_shape(7, 64, 1, 576, "fp8_ds_mla") == (7, 64, 656)
     assert backend.get_kv_cache_shape(7, 64, 1, 512, "bfloat16") == (7, 64, 512)
+    assert backend.get_kv_cache_shape(7, 64, 1, 576, "fp8") == (7, 64, 576)
     assert backend.get_kv_cache_shape(7, 64, 1, 512, "fp8_ds_mla") == (7, 64, 584)
     assert backend.get_builder_cls() is SparseMLAMetadataBuilder
     assert backend.get_impl_cls() is SparseMLAImpl
@@ -523,7 +524,7 @@ def test_what_the_backend_answers() -> None:
         ((7, 64, 2), "num_kv_heads must be 1"),
         ((7, 64, 1, 128), "head_size must be one of"),
         ((7, 64, 1, 576, "fp4"), "cache_dtype must be one of"),
-        ((7, 64, 1, 576, "fp8"), "head_size 576, cache_dtype .fp8. and model None do not go together"),
+        ((7, 64, 1, 512, "fp8"), "head_size 512, cache_dtype .fp8. and model None do not go together"),
         ((7, 0), "block_size must be >= 1"),
     ):
         with pytest.raises(ValueError, match=message):

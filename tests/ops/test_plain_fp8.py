@@ -298,8 +298,3 @@ def test_rows_of_a_prefill_start_at_multiples_of_16_bytes():
     kv = np.zeros((5, 1, 584), E4M3)[:, :, :576]
     with pytest.raises(ValueError, match=r"^kv: rows of plain_fp8 must start at multiples of 16 bytes"):
         cupy_mla.sparse_prefill(np.zeros((1, 4, 576), BF16), kv, np.zeros((1, 1, 3), np.int32), 0.1)
-
-
-def test_layers_have_no_such_cache():
-    with pytest.raises(ValueError, match=r"^cache_layout: layers have no 'plain_fp8', whose scale each call brings"):
-        cupy_mla.SparseMLAConfig(16, cache_layout="plain_fp8")

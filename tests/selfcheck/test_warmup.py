@@ -73,6 +73,9 @@ def test_the_command_line_names_other_kinds_of_models():
     more = ["--layout", "bf16", "v32_fp8", "--d-qk", "512", "--model", "v32", "--kpool", "4"]
     flash = list(__main__.configs(parse(["warmup", "--heads", "64", *more])))
     assert [(config.model, config.d_qk, config.topk_width) for config in flash] == [("v32", 512, 2051)] * 2
+    for name, width in (("v32_nope_fp8", 512), ("plain_fp8", 576), ("fp8", 576), ("v32_fp8", 576)):
+        (config,) = __main__.configs(parse(["warmup", "--heads", "64", "--layout", name]))
+        assert (config.model, config.d_qk, config.cache_layout) == ("v32", width, name)
     own = ["--layout", "v41_fp8", "--compressed-layout", "v41_fp4"]
     for config in __main__.configs(parse(["warmup", "--heads", "64", *own])):
         assert (config.model, config.cache_layout, config.compressed_layout) == ("v41", "v41_fp8", "v41_fp4")
@@ -192,6 +195,8 @@ CONFIGS = {
         "compress_ratio": 2, "block_size": 128,
     },
     "pools": {"cache_layout": "bf16", "d_qk": 512, "model": "v32", "kpool": 4},
+    "one scale": {"cache_layout": "plain_fp8", "d_qk": 512, "model": "v32", "kpool": 4},
+    "528 bytes": {"cache_layout": "v32_nope_fp8", "d_qk": 512, "model": "v32", "mixed_below_heads": 1},
 }  # fmt: skip
 
 
