@@ -82,8 +82,9 @@ def pack_rows(
             least_scale = LEAST_SCALE if layout.scale_kind == "ue8m0" else LEAST_NORMAL
         tiles, amax = _tiles(layout, rows)
         scales, stored = _scales(layout, amax, round_up, least_scale)
-        codes = _quantize(tiles, scales).reshape(tiles.shape)
-        nope[block, offset] = np.where(scales[..., None] == 0, 0, codes).reshape(len(rows), layout.d_nope)
+        codes = _quantize(tiles, scales)
+        codes[np.repeat(scales == 0, layout.scale_tile, axis=1)] = 0
+        nope[block, offset] = codes
     rope[block, offset] = _rope_bytes(layout, rows)
     if layout.scales_in_fours:
         stored = stored.reshape(len(rows), layout.num_scales // 4, 4).swapaxes(1, 2).reshape(stored.shape)
@@ -180,7 +181,7 @@ def _scales(layout: Layout, amax: np.ndarray, power_of_two: bool, least_scale: f
         scales = np.ldexp(np.float32(1), _ceil_log2(np.maximum(amax / E4M3_MAX, AMAX_FLOOR)))
     else:
         scales = amax / E4M3_MAX
-        scales = np.where(scales < LEAST_NORMAL, np.float32(least_scale), np.maximum(scales, np.float32(least_scale)))
+        scales = np.maximum(np.where(scales < LEAST_NORMAL, np.float32(0), scales), np.float32(least_scale))
     return scales, scales.view(np.uint8)
 
 
