@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,17 @@ def nothing_is_compiled() -> Iterator[None]:
     dynamo.reset()
     yield
     dynamo.reset()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
+    """What `cupy_mla.warmup` is called with by an engine's plug-in, in place of the call, in a process where nothing is
+    ready: configs and numbers of GPUs."""
+    warm = importlib.import_module("cupy_mla.integrations.warm")
+    calls: list[tuple[Any, int]] = []
+    monkeypatch.setattr(warm, "_ready", set())
+    monkeypatch.setattr(warm, "warmup", lambda config, device, progress: calls.append((config, device)) or [])
+    return calls
 
 
 @pytest.fixture(scope="session")

@@ -30,15 +30,6 @@ FORMATS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def asked(monkeypatch) -> list[tuple[SparseMLAConfig, int]]:
-    """What `cupy_mla.warmup` is called with, in place of the call, in a process where nothing is ready."""
-    calls: list[tuple[SparseMLAConfig, int]] = []
-    monkeypatch.setattr(warm, "_ready", set())
-    monkeypatch.setattr(warm, "warmup", lambda config, device, progress: calls.append((config, device)) or [])
-    return calls
-
-
 def made(
     layout: str, ratios: tuple[int, ...] = (4, 128), heads: int = 64, device: str = "cpu", compressed: str = "",
     **kind: bool,

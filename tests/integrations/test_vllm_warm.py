@@ -34,14 +34,6 @@ def adapter(vllm: None) -> ModuleType:
     return importlib.import_module(f"{plugin.__name__}.sparse_mla")
 
 
-@pytest.fixture
-def asked(monkeypatch) -> list[tuple[Any, int]]:
-    """What `cupy_mla.warmup` is called with, in place of the call."""
-    calls: list[Any] = []
-    monkeypatch.setattr(warm, "warmup", lambda config, device, progress: calls.append((config, device)) or [])
-    return calls
-
-
 def layer(adapter: ModuleType, cache_type: str, rope: int = 64, heads: int = 12, device: Any = GPU) -> Any:
     """One whose lists lie on a GPU that is none."""
     lists = SimpleNamespace(shape=(40, TOPK), device=device)
