@@ -1369,12 +1369,14 @@ def test_runs_beside_each_other_make_one_record(module, monkeypatch, tmp_path, h
 
 
 def test_groups_that_no_gpu_has_measured_are_marked(module, monkeypatch, tmp_path):
-    report, (group, *_) = module("report"), module("cases").DENSE_BANDWIDTH
+    """And those of which the records have no call."""
+    report, (group, other, *_) = module("report"), module("cases").DENSE_BANDWIDTH
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.ratio_table([group]).endswith(f"| {group.title} | not measured |  | 0 |  |  |  |")
     rows = [{"case": f"full bf16 dense h 16 b {b} s_q 1 length 70000 equal", "ratio": 0.5} for b in (16, 17)]
     write_record(tmp_path, "dense_bandwidth", "NVIDIA H200", *rows)
     assert report.ratio_table([group]).endswith(f"| {group.title} | H200 | 0123456 | 2 | 0.50 | 0.50 | 0.50 |")
+    assert report.ratio_table([other]).endswith(f"| {other.title} | no such row |  | 0 |  |  |  |")
 
 
 def test_readme_has_row_formats_once_there_is_a_record(module, monkeypatch, tmp_path):
