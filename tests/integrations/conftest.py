@@ -52,7 +52,7 @@ def vllm(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(package.parent))
     yield
-    with_vllm = ("sparse_mla", "indexer", "fused", "deepseek_v4", "short", "dense_mla", "warm")
+    with_vllm = ("sparse_mla", "indexer", "fused", "deepseek_v4", "short", "dense_mla", "told", "warm")
     adapters = [f"{plugin.__name__}.{name}" for name in with_vllm]
     for name in with_vllm:
         vars(plugin).pop(name, None)

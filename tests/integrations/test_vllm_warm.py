@@ -109,6 +109,18 @@ def test_models_without_an_indexer(vllm, asked, caplog) -> None:
     assert (config.cache_layout, config.num_speculative_tokens) == ("plain_fp8", 2)
 
 
+def test_models_without_an_indexer_on_a_newer_gpu(vllm, asked, monkeypatch, caplog) -> None:
+    """One warning of the portable kernels for all groups of layers."""
+    capability = SimpleNamespace(major=12, minor=0)
+    monkeypatch.setattr(loaded("vllm.platforms").current_platform, "get_device_capability", lambda: capability)
+    make = importlib.import_module(f"{plugin.__name__}.dense_mla").CupyMLADenseBuilder
+    of = engine(model_config=model_of(16), parallel_config=None)
+    for _ in range(2):
+        make(SimpleNamespace(dtype=torch.bfloat16), ["a"], of, GPU)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "compute capability 12.0 attention runs on the portable kernels" in warning
+
+
 def test_ranks_without_an_indexer_attend_with_the_heads_of_all(vllm, asked, monkeypatch) -> None:
     adapter = importlib.import_module(f"{plugin.__name__}.dense_mla")
     monkeypatch.setattr(adapter.common.MLACommonMetadataBuilder, "dcp_world_size", 4)
