@@ -125,6 +125,14 @@ def test_other_backends_keep_what_they_have(sglang, asked, caplog) -> None:
     assert asked == []
 
 
+def test_compute_capability_12_keeps_what_it_has(sglang, asked, caplog) -> None:
+    """There SGLang calls other kernels than FlashMLA's."""
+    importlib.import_module("sglang.srt.runtime_context").platform.is_sm120 = True
+    with caplog.at_level(logging.INFO):
+        assert made("V4", device="cuda:0")._flash_mla_with_kvcache == "FlashMLA's"
+    assert caplog.records == asked == []
+
+
 def test_a_backend_without_flash_mla(sglang, asked) -> None:
     """As on other devices than CUDA's."""
     backend = SimpleNamespace(trtllm_attn=False, mega_attn=False)

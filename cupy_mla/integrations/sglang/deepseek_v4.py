@@ -29,10 +29,12 @@ LAYOUTS: dict[str, CacheLayout] = {"V4": "v4_fp8", "V41": "v41_fp8_split", "V41_
 def replace(made: None, self: Any, *args: Any, **kwargs: Any) -> None:
     """Let a backend attend by our operation, and compile its kernels. SGLang calls it after `__init__`.
 
-    Backends that do not call FlashMLA's function (`trtllm`, MegaAttention) keep what they have. So does one over rows
-    that no kernel of ours reads, with a warning.
+    Backends that do not call FlashMLA's function (`trtllm`, MegaAttention, all on compute capability 12.x) keep what
+    they have. So does one over rows that no kernel of ours reads, with a warning.
     """
-    if self.trtllm_attn or self.mega_attn or not hasattr(self, "_flash_mla_with_kvcache"):
+    from sglang.srt.runtime_context import get_platform
+
+    if get_platform().is_sm120 or self.trtllm_attn or self.mega_attn or not hasattr(self, "_flash_mla_with_kvcache"):
         return
     name = self.token_to_kv_pool.get_swa_key_layout().name
     layout = LAYOUTS.get(name)
