@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_batches import bf16_cache, calls, give_lengths, lengths
+from decode_batches import calls, give_lengths, lengths
 from harness import BEGAN, RESULTS, SETS, Call, environment, graph_of, load_kernels, replay_times
-from inputs import normal, random_slots, v4_cache, v32_cache
+from inputs import bf16_cache, normal, random_slots, v4_cache, v32_cache
 from recorded import problem_of
 from rows import decode_sets, local_lists
 
@@ -220,8 +220,8 @@ def portable_ways(rng: random.Random, p: Problem) -> Iterator[Way]:
 def caches() -> dict[str, Callable[[], torch.Tensor]]:
     """The main caches, and `extra`, made when they are asked for."""
     return {
-        "V32": cache(lambda: v32_cache(TOKENS)), "V4": cache(lambda: v4_cache(TOKENS, 256)), "bf16": cache(bf16_cache),
-        "extra": cache(lambda: v4_cache(TOKENS, 64)),
+        "V32": cache(lambda: v32_cache(TOKENS)), "V4": cache(lambda: v4_cache(TOKENS, 256)),
+        "bf16": cache(lambda: bf16_cache(TOKENS)), "extra": cache(lambda: v4_cache(TOKENS, 64)),
     }  # fmt: skip
 
 

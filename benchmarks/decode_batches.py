@@ -28,7 +28,7 @@ import torch
 from cases import BATCHES, decode_floor_us, judge
 from fa3_peer import fa3_calls, fa3_peer
 from harness import SETS, Call, Options, Record, flash_mla_peer, peer_name, time_side_by_side
-from inputs import normal, v4_cache, v32_cache
+from inputs import bf16_cache, v4_cache, v32_cache
 from report import plot_batches
 from rows import Set, decode_call, decode_sets, padded
 
@@ -125,13 +125,6 @@ def calls(module: Any, sets: list[Set]) -> list[Call]:
     return [lambda i=i, s=s: call(i, s) for i, s in enumerate(sets)]
 
 
-def bf16_cache() -> torch.Tensor:
-    cache = torch.empty(TOKENS // 64, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
-    for part in cache.split(1024):
-        part.copy_(normal(*part.shape))
-    return cache
-
-
 def peer_calls(peer: Any, row: dict[str, Any], sets: list[Set]) -> tuple[list[Call], Call]:
     """One call of the peer's a set, and one of the first set whose result ours should have."""
     if row["kind"] in BF16_KINDS:
@@ -158,7 +151,8 @@ def main() -> None:
         fa3_peer()
     peer = flash_mla_peer() if kinds - BF16_KINDS else None
     caches = {
-        "V32": cache(lambda: v32_cache(TOKENS)), "V4": cache(lambda: v4_cache(TOKENS, 256)), "bf16": cache(bf16_cache)
+        "V32": cache(lambda: v32_cache(TOKENS)), "V4": cache(lambda: v4_cache(TOKENS, 256)),
+        "bf16": cache(lambda: bf16_cache(TOKENS)),
     }  # fmt: skip
     extra_cache = cache(lambda: v4_cache(TOKENS, 64))
     for row in wanted:

@@ -16,16 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 from cases import DENSE_BANDWIDTH, judge
-from dense_decode import BLOCK, HEADS, TOKENS, drawn_row, filled_cache, input_sets, name_of
-from dense_fp8 import our_calls, plain_cache, v32_cache
+from dense_decode import BLOCK, HEADS, TOKENS, Set, drawn_row, filled_cache, input_sets, name_of
+from dense_fp8 import converted_cache, our_calls, v32_cache
 from harness import Call, Options, Record, time_side_by_side
 from inputs import v4_cache
 
 FULL, FULL_HEADS = 1.2e9, 16  # bytes of rows, and heads
 BATCHES, QUERIES = (16, 67, 250), (1, 2, 4)
 DRAWN = 8  # of each format that is beside bf16, half of them of 1 to 4 requests
-
-Cache = torch.Tensor
 
 
 class Format(NamedTuple):
@@ -38,25 +36,17 @@ class Format(NamedTuple):
     """
 
     token_bytes: int
-    cache: Callable[[Cache], Cache]
+    cache: Callable[[torch.Tensor], torch.Tensor]
     d_qk: int = 576
     q_dtype: torch.dtype = torch.bfloat16
     beside: bool = False
 
 
-def half_cache(bf16: Cache) -> Cache:
-    """The rows of a cache in float16."""
-    half = torch.empty(bf16.shape, device=bf16.device, dtype=torch.float16)
-    for part, wide in zip(half.split(1024), bf16.split(1024), strict=True):
-        part.copy_(wide)
-    return half
-
-
 FORMATS = {
     "bf16": Format(1152, lambda bf16: bf16),
-    "fp16": Format(1152, half_cache, q_dtype=torch.float16, beside=True),
+    "fp16": Format(1152, lambda bf16: converted_cache(bf16, torch.float16), q_dtype=torch.float16, beside=True),
     "v32_fp8": Format(656, lambda bf16: v32_cache(*bf16.shape[:2])),
-    "plain_fp8": Format(576, plain_cache, q_dtype=torch.float8_e4m3fn),
+    "plain_fp8": Format(576, lambda bf16: converted_cache(bf16, torch.float8_e4m3fn), q_dtype=torch.float8_e4m3fn),
     "v4_fp8": Format(584, lambda bf16: v4_cache(TOKENS, BLOCK), d_qk=512, beside=True),
 }
 
@@ -69,7 +59,7 @@ def full_rows(token_bytes: int, quick: bool) -> Iterator[dict[str, Any]]:
             yield {"h": FULL_HEADS, "b": b, "s_q": s_q, "length": length, "lengths": "equal"}
 
 
-def calls_of(of: Format, row: dict[str, Any], cache: Cache, sets: list[dict[str, Cache]]) -> list[Call]:
+def calls_of(of: Format, cache: torch.Tensor, sets: list[Set]) -> list[Call]:
     """Ours on the input sets, over a cache of the format."""
     return our_calls([{**s, "q": s["q"][..., : of.d_qk].contiguous().to(of.q_dtype)} for s in sets], cache)
 
@@ -80,7 +70,7 @@ def copies_of(size: int, number: int) -> list[Call]:
     return [lambda: target.copy_(source)] * number
 
 
-def measure(record: Record, rng: random.Random, name: str, bf16: Cache) -> None:
+def measure(record: Record, rng: random.Random, name: str, bf16: torch.Tensor) -> None:
     """All rows of a format."""
     of, quick = FORMATS[name], record.options.quick
     cache = of.cache(bf16)
@@ -88,7 +78,7 @@ def measure(record: Record, rng: random.Random, name: str, bf16: Cache) -> None:
         case = f"full {name} {name_of(row)}"
         if record.wants(case):
             sets = input_sets(row, bf16)
-            ours = calls_of(of, row, cache, sets)
+            ours = calls_of(of, cache, sets)
             copies = copies_of(row["b"] * row["length"] * of.token_bytes, len(sets))
             record.add(case, *time_side_by_side(ours, copies), 0.0, peer="copy", format=name, **row)
     for number in range((2 if quick else DRAWN) if of.beside else 0):
@@ -96,7 +86,7 @@ def measure(record: Record, rng: random.Random, name: str, bf16: Cache) -> None:
         case = f"{name} {name_of(row)}"
         if record.wants(case):
             sets = input_sets(row, bf16)
-            ours, wide = calls_of(of, row, cache, sets), our_calls(sets, bf16)
+            ours, wide = calls_of(of, cache, sets), our_calls(sets, bf16)
             error = record.compare(case, ours[0]()[0], wide[0]()[0]) if name == "fp16" else 0.0
             times = time_side_by_side(ours, wide)
             record.add(case, *times, error, peer="cupy_mla, bf16 rows", format=name, **row)

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from candidates import HEADS, Row, Way, run, some, times_of
 from dense_decode import BLOCK, TOKENS, drawn_row, filled_cache
-from dense_fp8 import our_calls, plain_cache, sets_with_fp8_queries, v32_cache
+from dense_fp8 import converted_cache, our_calls, sets_with_fp8_queries, v32_cache
 from recorded import dense_problem_of
 
 from cupy_mla.cuda import driver
@@ -70,7 +70,7 @@ def cache_of(kind: str) -> torch.Tensor:
     if kind == "dense V32":
         return v32_cache(TOKENS // BLOCK, BLOCK)
     if kind == "dense plain":
-        return plain_cache(cache_of("dense bf16"))
+        return converted_cache(cache_of("dense bf16"), torch.float8_e4m3fn)
     return filled_cache()
 
 

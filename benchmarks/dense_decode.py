@@ -22,7 +22,7 @@ import torch
 from cases import DENSE, dense_floor_us, judge
 from fa3_peer import fa3_dense_calls
 from harness import SETS, Call, Options, Record, copy_rate, flash_mla_peer, peer_name, time_side_by_side
-from inputs import normal
+from inputs import bf16_cache, normal
 from report import plot_dense
 
 import cupy_mla
@@ -56,10 +56,7 @@ def name_of(row: dict[str, Any]) -> str:
 
 
 def filled_cache() -> torch.Tensor:
-    cache = torch.empty(TOKENS // BLOCK, BLOCK, 1, 576, device="cuda", dtype=torch.bfloat16)
-    for part in cache.split(1024):
-        part.copy_(normal(*part.shape))
-    return cache
+    return bf16_cache(TOKENS, BLOCK)
 
 
 def input_sets(row: dict[str, Any], cache: torch.Tensor) -> list[Set]:

@@ -4,8 +4,8 @@ FlashMLA's FP8 kernel and its bf16 kernel, of which the faster one counts.
 python benchmarks/dense_fp8.py [--quick] [--only REGEX] [--limit SECONDS]
 
 Sizes are drawn as dense_decode.py draws them; the seed is in the record. `bf16_of_copy` of a row is the share of the
-copy bandwidth that our bf16 rows reach. FlashMLA's FP8 kernel is an operation of the
-library `_flashmla_extension_C.abi3.so` in the folder CUPY_MLA_PEER (default .peer). Writes dense_fp8.json.
+copy bandwidth that our bf16 rows reach. FlashMLA's FP8 kernel is an operation of the library
+`_flashmla_extension_C.abi3.so` in the folder CUPY_MLA_PEER (default .peer). Writes dense_fp8.json.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def v32_cache(blocks: int, block_size: int) -> torch.Tensor:
     return cache
 
 
-def plain_cache(bf16: torch.Tensor) -> torch.Tensor:
-    """The rows of a cache in e4m3."""
-    plain = torch.empty(bf16.shape, device="cuda", dtype=torch.float8_e4m3fn)
-    for part, wide in zip(plain.split(1024), bf16.split(1024), strict=True):
+def converted_cache(bf16: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rows of a cache in another dtype."""
+    converted = torch.empty(bf16.shape, device="cuda", dtype=dtype)
+    for part, wide in zip(converted.split(1024), bf16.split(1024), strict=True):
         part.copy_(wide)
-    return plain
+    return converted
 
 
 def sets_with_fp8_queries(row: dict[str, Any], cache: torch.Tensor) -> list[Set]:
@@ -89,7 +89,7 @@ def main() -> None:
     record.note("seed", seed)
     peer, operations, bf16 = flash_mla_peer(), fp8_peer(), filled_cache()
     v32 = v32_cache(*bf16.shape[:2])
-    plain = plain_cache(bf16)
+    plain = converted_cache(bf16, torch.float8_e4m3fn)
     copied = copy_rate()
     record.note("copy_tb_s", round(copied / 1e12, 2))
     for row in rows(rng, options.quick):

@@ -245,9 +245,9 @@ def main() -> None:
         for other in (other for other in fits if other != name):
             lacked = missing(fitted, fits[other][0])
             if lacked:
-                which = ", ".join(f"parts of {k}" if k in fitted else k for k in sorted(lacked)) + " from "
-                which = which if fitted else ""
-                source += f"{'; ' * bool(source)}{which}{other}'s, scaled to the records of {name}"
+                which = ", ".join(f"parts of {k}" if k in fitted else k for k in sorted(lacked))
+                source += f"; {which} from " if fitted else ""
+                source += f"{other}'s, scaled to the records of {name}"
             known = {kernel: fits[other][0][kernel] for kernel in lacked}  # its other kinds help to scale a kernel
             for kernel, kinds in missing(fitted, scaled(known, name)).items():
                 fitted[kernel] = {**fitted.get(kernel, {}), **kinds}

@@ -22,6 +22,14 @@ def random_slots(*shape: int, slots: int) -> torch.Tensor:
     return torch.randint(0, slots, shape, device="cuda", dtype=torch.int32)
 
 
+def bf16_cache(tokens: int, block_size: int = 64) -> torch.Tensor:
+    """A cache of layout BF16 full of unit normal rows of 576 values."""
+    cache = torch.empty(tokens // block_size, block_size, 1, 576, device="cuda", dtype=torch.bfloat16)
+    for part in cache.split(1024):
+        part.copy_(normal(*part.shape))
+    return cache
+
+
 def v32_cache(tokens: int, block_size: int = 64, scale_format: str = "fp32") -> torch.Tensor:
     """A V32_FP8 cache full of unit normal rows, packed by our own kernel."""
     cache = torch.empty(tokens // block_size, block_size, 1, 656, device="cuda", dtype=torch.uint8)

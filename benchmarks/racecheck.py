@@ -2,7 +2,8 @@
 
 python benchmarks/racecheck.py [--tool memcheck] [--all-seconds S] [what names of small cases begin with ...]
 
-Some processes at a time check several cases each. Those of a process that is not clean are then checked alone.
+Some processes at a time check several cases each. Those of a process that is not clean are then checked alone. If all
+of these are clean alone, none of them counts as clean, unless their process had no time to end.
 The visible GPUs have the processes in turn. COMPUTE_SANITIZER names the tool. 2026.4 (`pip install
 nvidia-cuda-sanitizer-api`, compute-sanitizer in its folder) is good; 2025.3, which comes with CUDA 13.0, reports races
 that are none. Kernels are compiled with EVERY_LANE_ARRIVES (ptx/mbarrier.cuh). What racecheck sees and what it does
@@ -31,7 +32,7 @@ from run import kill, visible_gpus
 
 FOUND = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 SANITIZER = os.environ.get("COMPUTE_SANITIZER", FOUND)
-CLEAN = "clean"
+CLEAN, NOT_BEGUN, DID_NOT_END = "clean", "not begun", "did not end"
 MOST_CASES = 8  # of a process, which takes 10 s before its first case
 OPTIONS = "-lineinfo -DEVERY_LANE_ARRIVES"
 SUMMARY = re.compile(r"(?:RACECHECK|ERROR) SUMMARY: (\d+) (?:hazard|error)")
@@ -65,7 +66,7 @@ def check(names: Sequence[str], gpu: str | None, run: Run, seconds: float) -> st
     What the process prints goes to a file with the name of its first case.
     """
     if seconds <= 0:
-        return "not begun"
+        return NOT_BEGUN
     command = [SANITIZER, "--tool", run.tool, *TOOLS[run.tool], sys.executable]
     command += [small_cases.__file__, f"--options={run.options}", "--exactly", *names]
     file = run.log / f"{names[0].replace(' ', '_')}{f'_and_{len(names) - 1}_more' * (len(names) > 1)}.txt"
@@ -76,7 +77,7 @@ def check(names: Sequence[str], gpu: str | None, run: Run, seconds: float) -> st
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             kill(process)
-            return "did not end"
+            return DID_NOT_END
     summary = SUMMARY.search(file.read_text())
     if summary is None:
         return f"no summary, status {status}"
@@ -91,6 +92,19 @@ def check_all(groups: Sequence[Sequence[str]], run: Run, until: float) -> list[s
 
     with ThreadPoolExecutor(run.at_once) as pool:
         return [*pool.map(check_group, groups, itertools.cycle(visible_gpus() or [None]))]
+
+
+def verdicts_of(groups: Sequence[Sequence[str]], run: Run, until: float) -> dict[str, str]:
+    """The verdict of each case: together with its group, and then alone where the group is not clean."""
+    together = check_all(groups, run, until)
+    verdicts = {name: verdict for group, verdict in zip(groups, together, strict=True) for name in group}
+    alone = [[name] for group in groups if len(group) > 1 for name in group if verdicts[name] != CLEAN]
+    for (name,), verdict in zip(alone, check_all(alone, run, until), strict=True):
+        verdicts[name] = verdict
+    for group, verdict in zip(groups, together, strict=True):
+        if verdict not in (CLEAN, NOT_BEGUN, DID_NOT_END) and all(verdicts[name] == CLEAN for name in group):
+            verdicts |= dict.fromkeys(group, f"clean alone; {len(group)} cases together: {verdict}")
+    return verdicts
 
 
 def main() -> None:
@@ -110,12 +124,7 @@ def main() -> None:
     until = time.monotonic() + arguments.all_seconds
     processes = max(min(run.at_once, len(names)), math.ceil(len(names) / MOST_CASES))
     groups = [names[start::processes] for start in range(processes)]  # neighbours take alike
-    verdicts: dict[str, str] = {}
-    for group, verdict in zip(groups, check_all(groups, run, until), strict=True):
-        verdicts |= dict.fromkeys(group, verdict)
-    alone = [[name] for name in names if verdicts[name] != CLEAN]
-    for (name,), verdict in zip(alone, check_all(alone, run, until), strict=True):
-        verdicts[name] = verdict
+    verdicts = verdicts_of(groups, run, until)
     for name in names:
         print(f"{name}: {verdicts[name]}")
     unclean = len(names) - [*verdicts.values()].count(CLEAN)

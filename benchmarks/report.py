@@ -150,11 +150,13 @@ def ratio_row(group: Group, folder: Path) -> list[str] | None:
 
 
 def ratio_table(groups: Iterable[Group]) -> str:
-    """A row for each group and each GPU that has records of it. Where no GPU has any, the row says so."""
+    """A row for each group and each GPU that has records of it. Where no GPU has any, the row says so: nothing was
+    measured, or no call that was is of the group."""
     rows: list[list[str]] = []
     for group in groups:
         found = [row for folder in folders() if (row := ratio_row(group, folder))]
-        rows += found or [[group.title, "not measured", "", "0", "", "", ""]]
+        none = "no such row" if any(load(group.record, folder)["rows"] for folder in folders()) else "not measured"
+        rows += found or [[group.title, none, "", "0", "", "", ""]]
     return table(RATIO_HEAD, rows)
 
 
@@ -429,7 +431,7 @@ def portable_shapes() -> str:
     ]
     if not rows:
         return NOT_MEASURED
-    return f"At {record['commit']}, {record['date']}:\n\n{table('kind | 163 KB | 99 KB', rows)}"
+    return f"At {commit(record, record['rows'])}, {record['date']}:\n\n{table('kind | 163 KB | 99 KB', rows)}"
 
 
 def beside_copy(beginning: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from cases import SHORT_CONTEXTS, judge
 from harness import SETS, Options, Record, time_side_by_side
-from inputs import normal, v32_cache
+from inputs import PLACE, bf16_cache, normal, v32_cache
 
 from cupy_mla import BatchMetadata, SparseMLAConfig, SparseMLAImpl, SparseMLAMetadataBuilder, Workspace
 from cupy_mla.metadata.sparse_mla import DenseDecodes, SparseMLAMetadata
@@ -32,15 +32,6 @@ from cupy_mla.metadata.sparse_mla import DenseDecodes, SparseMLAMetadata
 HEADS = (16, 32, 64, 128)
 LARGEST, SHORTEST, TOPK, BLOCK = 264, 64, 2048, 64
 DRAWN, DRAWN_SMALL = 8, 2  # batches for each layout and number of heads, and of them with 1 to 4 requests
-PLACE = ("torch", 0)
-
-
-def bf16_cache(tokens: int) -> torch.Tensor:
-    cache = torch.empty(tokens // BLOCK, BLOCK, 1, 576, device="cuda", dtype=torch.bfloat16)
-    for part in cache.split(1024):
-        part.copy_(normal(*part.shape))
-    return cache
-
 
 CACHES: dict[str, Callable[[int], torch.Tensor]] = {"v32_fp8": v32_cache, "bf16": bf16_cache}
 

@@ -177,16 +177,21 @@ def loss_row(record: Record, case: Case, a: Inputs) -> None:
     record.add_row({**row, "peak_gb": round(peak / 1e9, 3)}, f"{ratio:9.2f} {peak / 1e9:39.2f} ms: {shown}")
 
 
+def packed_peers() -> list[Any]:
+    """All that the packs hold. Where there are none, the program ends with the status NO_PEER."""
+    folder = backward_peers.unpacked()
+    if folder is None:
+        print(f"{backward_peers.FOLDER} has no packs of peers", file=sys.stderr)
+        sys.exit(NO_PEER)
+    return backward_peers.peers(folder)
+
+
 def main() -> None:
     parser = Options.parser(__doc__)
     parser.add_argument("--long", action="store_true", help=f"rows of {LONG} tokens, too")
     arguments = vars(parser.parse_args())
     long, options = arguments.pop("long"), Options(**arguments)
-    folder = backward_peers.unpacked()
-    if folder is None:
-        print(f"{backward_peers.FOLDER} has no packs of peers", file=sys.stderr)
-        sys.exit(NO_PEER)
-    peers = backward_peers.peers(folder)
+    peers = packed_peers()
     load_kernels(KERNELS)
     record = Record("training", options, "ratio,TFLOP/s,dq,dkv,peak GB")
     record.note("peers", {peer.name: peer.version for peer in peers})

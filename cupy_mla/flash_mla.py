@@ -370,12 +370,10 @@ class _Settings(NamedTuple):
         if is_fp8 is not None:
             require_bool("is_fp8_kvcache", is_fp8)
         layout = layout_of(self.kv_format)
-        extra = SAME_ARRANGEMENT.get(layout) if extra_bytes == layouts.V41_FP4.last_axis else None
+        extra = layouts.FP4_BESIDE.get(layout) if extra_bytes == layouts.V41_FP4.last_axis else None
         return attention.Door(is_fp8, layout, extra, {**SCALE_NAMES, **names})
 
 
-# The layout of V4.1's FP4 rows beside FP8 rows: their scales stand in the same place.
-SAME_ARRANGEMENT: dict[str | None, str] = {"v41_fp8": "v41_fp4", "v41_fp8_split": "v41_fp4_split"}
 SCALE_NAMES = {"q_scale": "descale_q", "k_scale": "descale_k", "layout": "kv_format"}
 
 

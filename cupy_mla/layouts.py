@@ -267,6 +267,10 @@ ATTENTION_LAYOUTS = (
 # Layouts of extra caches alone, and the main caches' layouts beside which they may stand.
 EXTRA_LAYOUTS = (V41_FP4, V41_FP4_SPLIT)
 EXTRA_OF = {V41_FP8: (V41_FP4, V41_FP4_SPLIT), V41_FP8_SPLIT: (V41_FP4_SPLIT,)}
+# The extra layout of FP4 rows whose scales stand in the same place as those of the FP8 rows beside it.
+FP4_BESIDE: dict[str | None, Literal["v41_fp4", "v41_fp4_split"]] = {
+    "v41_fp8": "v41_fp4", "v41_fp8_split": "v41_fp4_split",
+}  # fmt: skip
 CACHE_LAYOUTS = (*ATTENTION_LAYOUTS, *EXTRA_LAYOUTS)
 DENSE_LAYOUTS = (*ATTENTION_LAYOUTS, FP16_576, FP16_512)  # of `dense_decode`
 INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_MXFP4)  # dtype and last axis tell them apart

@@ -892,7 +892,7 @@ def test_training_of_another_result_is_wrong(training, monkeypatch):
 def test_training_without_packs(training, module, monkeypatch, tmp_path, name):
     program = module(name)
     monkeypatch.undo()
-    monkeypatch.setattr(program.backward_peers, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(training.backward_peers, "FOLDER", tmp_path / "none")
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     with pytest.raises(SystemExit) as end:
         program.main()
@@ -946,10 +946,19 @@ def test_rows_of_the_accuracy_of_training(training_accuracy, training, module, m
     assert f"| {last['case']} | H100 | 0123456 | " + " | ".join(f"{x:.2e}" for x in dq) in report.performance()
 
 
-def test_gradients_far_from_float64_are_wrong(training_accuracy, monkeypatch):
-    monkeypatch.setattr(training_accuracy.backward_peers, "peers", lambda folder: [])
-    monkeypatch.setitem(training_accuracy.FARTHEST, 4, 1e-3)
-    with pytest.raises(SystemExit, match=r"h 4 s 40 topk 16 q 4x: farther from float64 than 0\.001"):
+@pytest.mark.parametrize("result", ["as it is", "dq", "dkv", "float32_dkv"])
+def test_gradients_far_from_float64_are_wrong(training_accuracy, training, monkeypatch, result):
+    """And NaN, in each result."""
+    monkeypatch.setattr(training.backward_peers, "peers", lambda folder: [])
+    if result == "as it is":
+        monkeypatch.setitem(training_accuracy.FARTHEST, 4, 1e-3)
+    else:
+        torch = sys.modules["torch"]
+        name, number = {"dq": ("backward", 0), "dkv": ("backward", 1), "float32_dkv": ("float32_rows", 1)}[result]
+        call = getattr(training_accuracy, name)
+        spoiled = lambda a: tuple(x * (torch.nan if n == number else 1) for n, x in enumerate(call(a)[:2]))  # noqa: E731
+        monkeypatch.setattr(training_accuracy, name, spoiled)
+    with pytest.raises(SystemExit, match=r"h 4 s 40 topk 16 q 4x: farther from float64 than 0\."):
         training_accuracy.main()
 
 
@@ -1360,12 +1369,14 @@ def test_runs_beside_each_other_make_one_record(module, monkeypatch, tmp_path, h
 
 
 def test_groups_that_no_gpu_has_measured_are_marked(module, monkeypatch, tmp_path):
-    report, (group, *_) = module("report"), module("cases").DENSE_BANDWIDTH
+    """And those of which the records have no call."""
+    report, (group, other, *_) = module("report"), module("cases").DENSE_BANDWIDTH
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.ratio_table([group]).endswith(f"| {group.title} | not measured |  | 0 |  |  |  |")
     rows = [{"case": f"full bf16 dense h 16 b {b} s_q 1 length 70000 equal", "ratio": 0.5} for b in (16, 17)]
     write_record(tmp_path, "dense_bandwidth", "NVIDIA H200", *rows)
     assert report.ratio_table([group]).endswith(f"| {group.title} | H200 | 0123456 | 2 | 0.50 | 0.50 | 0.50 |")
+    assert report.ratio_table([other]).endswith(f"| {other.title} | no such row |  | 0 |  |  |  |")
 
 
 def test_readme_has_row_formats_once_there_is_a_record(module, monkeypatch, tmp_path):

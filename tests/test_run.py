@@ -294,14 +294,14 @@ echo $CUDA_VISIBLE_DEVICES
 while [ "$1" != --exactly ]; do shift; done
 shift
 echo "$@"
-case " $* " in *" bad "*) echo 'RACECHECK SUMMARY: 2 hazards'; exit 1; esac
+case " $* " in *" bad "*|*" one other "*) echo 'RACECHECK SUMMARY: 2 hazards'; exit 1; esac
 echo 'RACECHECK SUMMARY: 0 hazards'
 """
 
 
 def test_sanitized_cases(module, monkeypatch, tmp_path: Path, capfd) -> None:
-    """They share processes, which have the GPUs in turn; those of an unclean process are checked alone. A case that
-    there is no time for is not clean."""
+    """They share processes, which have the GPUs in turn; those of an unclean process are checked alone, and
+    reports that none of them has alone are told of. A case that there is no time for is not clean."""
     pytest.importorskip("cupy")
     racecheck = module("racecheck")
     tool, names = tmp_path / "tool", ["a", "b", "bad", "c d"]
@@ -327,6 +327,9 @@ def test_sanitized_cases(module, monkeypatch, tmp_path: Path, capfd) -> None:
     }  # fmt: skip
     assert checked("0", names)[1].startswith("a: not begun\nb: not begun\n")
     assert checked("60", ["a", "b"])[0] == 0
+    status, printed = checked("60", ["one", "a", "other", "b"])
+    assert status == 1
+    assert printed.startswith("one: clean alone; 2 cases together: 2 reports, status 1\na: clean\nother: clean alone; ")
     many = [f"case {number}" for number in range(40)]
     assert "40 of 40 cases are clean" in checked("60", many)[1]
     assert max(int(path.stem.split("_and_")[1].split("_")[0]) for path in tmp_path.glob("case_*_more.txt")) == 7

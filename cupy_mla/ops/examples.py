@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import layouts
-from ..arguments import Prefill, Target
+from ..arguments import Prefill, RowScales, Target
 from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32
 from ..layouts import (
     ATTENTION_LAYOUTS,
@@ -24,6 +24,7 @@ from ..layouts import (
     INDEXER_FP8,
     INDEXER_LAYOUTS,
     INDEXER_MXFP4,
+    LEAST_SCALE,
     QUANTIZED_OF_V4,
     QUANTIZED_OF_V32,
     Layout,
@@ -152,7 +153,7 @@ def _full_cache(
     if layout in INDEXER_LAYOUTS:
         reference_indexer.indexer_k_quant_and_cache(layout, rows, paged, slots, "fp32")
     else:
-        reference_cache.pack_rows(layout, rows, paged, slots, k_scale=K_SCALE)
+        reference_cache.pack_rows(layout, rows, paged, slots, RowScales(False, LEAST_SCALE, K_SCALE))
     return paged
 
 

@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ..arguments import RowScales
 from ..dtypes import BFLOAT16, E4M3, E4M3_MAX, E8M0, FLOAT32
-from ..layouts import LEAST_NORMAL, LEAST_SCALE, Layout
+from ..layouts import LEAST_NORMAL, Layout
 from . import mxfp4, nvfp4
 from .quant import to_e4m3
 
@@ -32,7 +32,7 @@ def concat_and_cache_mla(
     """Write tokens whose RoPE values are an array of their own; see `cupy_mla.concat_and_cache_mla`."""
     no_rope = np.zeros((len(kv_c), layout.d_qk - kv_c.shape[1] - k_pe.shape[1]), BFLOAT16)
     rows = np.concatenate([kv_c, k_pe, no_rope], axis=1)
-    pack_rows(layout, rows, cache, slots, scales.round_up, scales.of_call, scales.least)
+    pack_rows(layout, rows, cache, slots, scales)
 
 
 @np.errstate(all="ignore")
@@ -40,29 +40,18 @@ def quantize_and_insert_k_cache(
     layout: Layout, k: np.ndarray, cache: np.ndarray, slots: np.ndarray, least_scale: float
 ) -> None:
     """Write whole rows; see `cupy_mla.quantize_and_insert_k_cache`."""
-    pack_rows(layout, k, cache, slots, least_scale=least_scale)
+    pack_rows(layout, k, cache, slots, RowScales(False, least_scale))
 
 
 @np.errstate(all="ignore")
-def pack_rows(
-    layout: Layout,
-    rows: np.ndarray,
-    cache: np.ndarray,
-    slots: np.ndarray,
-    round_up: bool = False,
-    k_scale: float | np.ndarray = 1.0,
-    least_scale: float | None = None,
-) -> None:
+def pack_rows(layout: Layout, rows: np.ndarray, cache: np.ndarray, slots: np.ndarray, scaled: RowScales) -> None:
     """Write rows into a cache of any layout. A row whose slot is not in the cache is skipped.
 
     Args:
         rows: [T, d_qk] bfloat16.
         cache: [num_blocks, block_size, last axis] in `layout`.
         slots: [T'] integers, T' <= T.
-        round_up: round scales up: float32 ones to powers of two, e4m3 ones to the next e4m3 number, not the nearest.
-        k_scale: the scale of all rows, for layouts whose scale is an argument.
-        least_scale: the smallest UE8M0 scale, or float32 scale that is not rounded up: a power of two, or of the
-            latter 0. None: that of vLLM's writers.
+        scaled: how they get their scales.
     """
     tokens, block, offset = _targets(slots, cache)
     rows = rows[tokens]
@@ -71,19 +60,18 @@ def pack_rows(
         return
     if layout.scale_of_call:
         values = rows.astype(np.float32)[:, None]  # one tile
-        cache.view(np.uint8)[block, offset] = _quantize(values, np.full((len(rows), 1), k_scale, np.float32))
+        cache.view(np.uint8)[block, offset] = _quantize(values, np.full((len(rows), 1), scaled.of_call, np.float32))
         return
     nope, rope, scale_bytes = _regions(layout, cache)
     if layout.scale_kind == "e4m3":
         values = rows[:, : layout.d_nope].astype(np.float32)
-        nope[block, offset], stored = nvfp4.quantize(layout, values, round_up)
+        nope[block, offset], stored = nvfp4.quantize(layout, values, scaled.round_up)
     else:
-        if least_scale is None:
-            least_scale = LEAST_SCALE if layout.scale_kind == "ue8m0" else LEAST_NORMAL
         tiles, amax = _tiles(layout, rows)
-        scales, stored = _scales(layout, amax, round_up, least_scale)
-        codes = _quantize(tiles, scales).reshape(tiles.shape)
-        nope[block, offset] = np.where(scales[..., None] == 0, 0, codes).reshape(len(rows), layout.d_nope)
+        scales, stored = _scales(layout, amax, scaled)
+        codes = _quantize(tiles, scales)
+        codes[np.repeat(scales == 0, layout.scale_tile, axis=1)] = 0
+        nope[block, offset] = codes
     rope[block, offset] = _rope_bytes(layout, rows)
     if layout.scales_in_fours:
         stored = stored.reshape(len(rows), layout.num_scales // 4, 4).swapaxes(1, 2).reshape(stored.shape)
@@ -169,18 +157,17 @@ def _tiles(layout: Layout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values, np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
 
 
-def _scales(layout: Layout, amax: np.ndarray, power_of_two: bool, least_scale: float) -> tuple[np.ndarray, np.ndarray]:
+def _scales(layout: Layout, amax: np.ndarray, scaled: RowScales) -> tuple[np.ndarray, np.ndarray]:
     """The scales [n, scales] float32 of tiles with these largest magnitudes, and their bytes in the cache."""
+    least = np.float32(scaled.least)
     if layout.scale_kind == "ue8m0":
-        exponents = np.clip(
-            _ceil_log2(np.maximum(amax / E4M3_MAX, np.float32(least_scale))), -E8M0_BIAS, 255 - E8M0_BIAS
-        )
+        exponents = np.clip(_ceil_log2(np.maximum(amax / E4M3_MAX, least)), -E8M0_BIAS, 255 - E8M0_BIAS)
         return np.ldexp(np.float32(1), exponents), (exponents + E8M0_BIAS).astype(np.uint8)
-    if power_of_two:
+    if scaled.round_up:
         scales = np.ldexp(np.float32(1), _ceil_log2(np.maximum(amax / E4M3_MAX, AMAX_FLOOR)))
     else:
         scales = amax / E4M3_MAX
-        scales = np.where(scales < LEAST_NORMAL, np.float32(least_scale), np.maximum(scales, np.float32(least_scale)))
+        scales = np.maximum(np.where(scales < LEAST_NORMAL, np.float32(0), scales), least)
     return scales, scales.view(np.uint8)
 
 

@@ -14,8 +14,7 @@ from cupy_mla.bridges import describe
 from cupy_mla.cuda import backward, training
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.program import Buffer, Clear, Launch, Pointer
-from cupy_mla.dtypes import BFLOAT16, FLOAT32
-from cupy_mla.dtypes import INT32 as INTEGERS
+from cupy_mla.dtypes import BFLOAT16, FLOAT32, INT32
 
 LIMITS = (1, 40 << 20, 700 << 20, 2 << 30, 40 << 30)
 FEW = 16  # bytes of a token, and of a call, that the documentation leaves out
@@ -74,7 +73,7 @@ def test_backward_keeps_to_the_limit(capability, sinks, dtype, s_q, h_q, d_qk, s
     chunks = []
     for limit in LIMITS[(s_q > 300) + (s_q > 5000) :]:
         a = PrefillBackward(
-            q=array(s_q, h_q, d_qk), kv=rows, indices=array(s_q, topk, dtype=INTEGERS), out=array(s_q, h_q, 512),
+            q=array(s_q, h_q, d_qk), kv=rows, indices=array(s_q, topk, dtype=INT32), out=array(s_q, h_q, 512),
             lse=heads, dout=array(s_q, h_q, 512), sm_scale=1.0, sink=array(h_q, dtype=FLOAT32) if sinks else None,
             length=None, d_lse=None, accumulate=False, max_workspace_bytes=limit, dq=array(s_q, h_q, d_qk),
             dkv=array(s_kv, 1, d_qk, dtype=dtype), d_sink=array(h_q, dtype=FLOAT32) if sinks else None,
@@ -99,13 +98,13 @@ def test_backward_keeps_to_the_limit(capability, sinks, dtype, s_q, h_q, d_qk, s
 def test_loss_keeps_to_the_limit(ranges, scale_format, dtype, tokens, heads, keys, topk) -> None:
     """Over lists and ranges of keys, with gradients of both dtypes and without."""
     width, gradients, quantized = keys if ranges else topk, dtype is not None, scale_format is not None
-    given = {name: array(tokens, dtype=INTEGERS) if ranges else None for name in ("starts", "ends")}
+    given = {name: array(tokens, dtype=INT32) if ranges else None for name in ("starts", "ends")}
     chunks = []
     for limit in LIMITS[tokens > 300 :]:
         a = IndexerLoss(
             q_index=array(tokens, heads, 128), k_index=array(keys, 128), w=array(tokens, heads, dtype=FLOAT32),
             target=array(tokens, width, dtype=FLOAT32), length=None, loss_coeff=1.0, counted=None, per_token=False,
-            indices=None if ranges else array(tokens, topk, dtype=INTEGERS), relu=True, scale_format=scale_format,
+            indices=None if ranges else array(tokens, topk, dtype=INT32), relu=True, scale_format=scale_format,
             gradients=gradients, accumulate=False, max_workspace_bytes=limit, loss=array(dtype=FLOAT32),
             dq_index=array(tokens, heads, 128, dtype=dtype) if gradients else None,
             dk_index=array(keys, 128, dtype=dtype) if gradients else None,
@@ -124,8 +123,8 @@ def test_loss_keeps_to_the_limit(ranges, scale_format, dtype, tokens, heads, key
 def test_targets_need_no_scratch_memory() -> None:
     """Of `attention_target` and `dense_attention_target`, and `dense_lse`."""
     tokens, rows = 5000, 5000
-    ranges, lse = array(tokens, dtype=INTEGERS), array(tokens, 128, dtype=FLOAT32)
-    lists = array(tokens, 2048, dtype=INTEGERS)
+    ranges, lse = array(tokens, dtype=INT32), array(tokens, 128, dtype=FLOAT32)
+    lists = array(tokens, 2048, dtype=INT32)
     for indices, starts, width in ((lists, None, 2048), (None, ranges, rows)):
         out = array(tokens, width, dtype=FLOAT32)
         a = Target(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,17 @@ def nothing_is_compiled() -> Iterator[None]:
     dynamo.reset()
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
+    """What `cupy_mla.warmup` is called with by an engine's plug-in, in place of the call, in a process where nothing is
+    ready: configs and numbers of GPUs."""
+    warm = importlib.import_module("cupy_mla.integrations.warm")
+    calls: list[tuple[Any, int]] = []
+    monkeypatch.setattr(warm, "_ready", set())
+    monkeypatch.setattr(warm, "warmup", lambda config, device, progress: calls.append((config, device)) or [])
+    return calls
+
+
 @pytest.fixture(scope="session")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stub_vllm.write(tmp_path_factory.mktemp("stub"))
@@ -39,7 +52,7 @@ def vllm(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(package.parent))
     yield
-    with_vllm = ("sparse_mla", "indexer", "fused", "deepseek_v4", "short", "dense_mla", "warm")
+    with_vllm = ("sparse_mla", "indexer", "fused", "deepseek_v4", "short", "dense_mla", "told", "warm")
     adapters = [f"{plugin.__name__}.{name}" for name in with_vllm]
     for name in with_vllm:
         vars(plugin).pop(name, None)

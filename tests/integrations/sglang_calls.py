@@ -48,16 +48,16 @@ class Choosing:
         self, q8: torch.Tensor, weights: torch.Tensor, query_lens: list[int], lens: list[int], table: torch.Tensor,
         form: str, out: torch.Tensor | None = None,
     ) -> Any:  # fmt: skip
-        """Choose for requests of so many query tokens and keys, in a form: "PAGED", "RAGGED" or "positions"."""
+        """Choose for requests of so many query tokens and keys, in a form: "slots", "gathered" or "positions"."""
         begins = torch.tensor(lens, dtype=torch.int32).cumsum(0).int() - torch.tensor(lens, dtype=torch.int32)
         requests = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(query_lens)).int()
         seen = torch.cat([torch.arange(n - m + 1, n + 1) for m, n in zip(query_lens, lens, strict=True)]).int()
         metadata = self._metadata(
-            lens, query_lens, seen, table, "PAGED" if form == "PAGED" else "RAGGED", form == "positions"
+            lens, query_lens, seen, table, "PAGED" if form == "slots" else "RAGGED", form == "positions"
         )
         first = begins[requests.long()]
         metadata.requests, metadata.ranges = requests, (first, first + seen)
-        metadata.attn_metadata.topk_indices_offset = first if form == "RAGGED" else None
+        metadata.attn_metadata.topk_indices_offset = first if form == "gathered" else None
         stock = self.module.Indexer._get_topk_ragged
         return indexer.get_topk_ragged(stock, self.indexer, False, None, 3, q8, weights, metadata, topk_result=out)
 

@@ -51,6 +51,17 @@ class Asked:
     lists: np.ndarray
     want: np.ndarray
 
+    def listed(self, form: str, block_size: int) -> np.ndarray:
+        """The lists as "positions", as "slots" of the cache, or as rows of the "gathered" keys of all requests."""
+        lists, begins = self.lists.copy(), np.cumsum([0, *self.seq_lens])
+        for row, r in zip(lists, np.repeat(np.arange(len(self.query_lens)), self.query_lens), strict=True):
+            chosen = row[row >= 0]
+            if form == "slots":
+                row[: len(chosen)] = self.table[r, chosen // block_size] * block_size + chosen % block_size
+            elif form == "gathered":
+                row[: len(chosen)] = chosen + begins[r]
+        return lists
+
 
 class Caches:
     """Rows and keys of all requests, as long as they may become. Sums of the indexer are exact, and FP8 rows as well.

@@ -182,12 +182,16 @@ FILES = {
 
         kernel = SimpleNamespace(dsa_prefill_backend="flashmla_sparse", dsa_decode_backend="fa3")
         parallel = SimpleNamespace(attn_tp_size=1)
+        platform = SimpleNamespace(is_sm120=False)
 
         def get_exec():
             return SimpleNamespace(kernel=kernel)
 
         def get_parallel():
             return parallel
+
+        def get_platform():
+            return platform
         """,
 }
 

@@ -111,15 +111,6 @@ def test_the_entry_point_is_declared() -> None:
     assert EntryPoint(name, value, "sglang.srt.plugins").load() is plugin.register
 
 
-@pytest.fixture
-def asked(monkeypatch) -> list[tuple[SparseMLAConfig, int]]:
-    """What `cupy_mla.warmup` is called with, in place of the call, in a process where nothing is ready."""
-    calls: list[tuple[SparseMLAConfig, int]] = []
-    monkeypatch.setattr(warm, "_ready", set())
-    monkeypatch.setattr(warm, "warmup", lambda config, device, progress: calls.append((config, device)) or [])
-    return calls
-
-
 def made(rope: int, kv_cache_dim: int, *impls: str, device: str = "cuda:1") -> object:
     """A backend, after our hook."""
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
@@ -186,7 +177,7 @@ def test_no_call_needs_another_kernel(sglang, gpu, monkeypatch, rng, cache: str)
         for fused in (True, False):
             gpu.used = 0
             choosing.paged(q8, weights, lens.tolist(), lens, blocks, fused=fused)
-        for form in ("PAGED", "RAGGED", "positions"):
+        for form in ("slots", "gathered", "positions"):
             gpu.used = 0
             choosing.ragged(q8, weights, [tokens], [4000], blocks[:1], form)
     assert set(gpu.kernels.values()) == ready

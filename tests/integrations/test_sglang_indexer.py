@@ -24,8 +24,8 @@ PREFILLS = [(3, 9, 26), (0, 1, 31), (1, 7, 4)]
 
 
 @pytest.fixture(autouse=True)
-def nothing_was_said(monkeypatch) -> None:
-    monkeypatch.setattr(indexer, "_told", set())
+def nothing_was_said() -> None:
+    indexer.warn_of.cache_clear()
 
 
 class Step:
@@ -39,22 +39,14 @@ class Step:
         self.q8[:tokens] = as_torch(self.asked.index_q.view(E4M3))
         self.weights = torch.full((tokens + padding, 8, 1), torch.nan)
         self.weights[:tokens, :, 0] = as_torch(self.asked.weights)
-        self.requests = np.repeat(np.arange(len(requests)), self.asked.query_lens)
         self.padding = padding
 
     def choosing(self, **more: Any) -> Choosing:
         return Choosing(K, as_torch(self.caches.keys), **more)
 
     def want(self, form: str) -> np.ndarray:
-        """In the form "positions", "PAGED" (slots) or "RAGGED" (rows of gathered keys)."""
-        lists, begins = self.asked.lists.copy(), np.cumsum([0, *self.asked.seq_lens])
-        for row, r in zip(lists, self.requests, strict=True):
-            chosen = row[row >= 0]
-            if form == "PAGED":
-                row[: len(chosen)] = self.asked.table[r, chosen // PAGE] * PAGE + chosen % PAGE
-            elif form == "RAGGED":
-                row[: len(chosen)] = chosen + begins[r]
-        return np.concatenate([lists, np.full((self.padding, K), -1, np.int32)])
+        """In the form "positions", "slots" or "gathered"."""
+        return np.concatenate([self.asked.listed(form, PAGE), np.full((self.padding, K), -1, np.int32)])
 
 
 @pytest.mark.parametrize("padding", [0, 3])
@@ -65,7 +57,7 @@ def test_decodes(sglang, rng, padding: int, fused: bool) -> None:
     got = step.choosing().paged(
         step.q8, step.weights, step.asked.seq_lens, seen, as_torch(step.asked.table), fused=fused
     )
-    np.testing.assert_array_equal(got.numpy(), step.want("PAGED" if fused else "positions"))
+    np.testing.assert_array_equal(got.numpy(), step.want("slots" if fused else "positions"))
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "drafted"])
@@ -76,7 +68,7 @@ def test_tokens_of_speculation(sglang, rng, each: int, verify: bool) -> None:
     seen = torch.tensor([n - each + 1 + j for n in step.asked.seq_lens for j in range(each)], dtype=torch.int32)
     table = as_torch(step.asked.table).repeat_interleave(each, 0)
     got = step.choosing().paged(step.q8, step.weights, step.asked.seq_lens, seen, table, each=each, verify=verify)
-    np.testing.assert_array_equal(got.numpy(), step.want("PAGED"))
+    np.testing.assert_array_equal(got.numpy(), step.want("slots"))
 
 
 def test_a_batch_without_a_request(sglang, rng) -> None:
@@ -86,14 +78,14 @@ def test_a_batch_without_a_request(sglang, rng) -> None:
         got = step.choosing().paged(step.q8, step.weights, [], none, none.view(0, 3), verify=verify)
         assert got.shape == (3, K)
         assert (got == -1).all()
-    got = step.choosing().ragged(step.q8, step.weights, [0], [7], none.view(0, 3), "PAGED")
+    got = step.choosing().ragged(step.q8, step.weights, [0], [7], none.view(0, 3), "slots")
     assert got.shape == (3, K)
     assert (got == -1).all()
 
 
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("given", [True, False], ids=["into a buffer", "new"])
-@pytest.mark.parametrize("form", ["PAGED", "RAGGED", "positions"])
+@pytest.mark.parametrize("form", ["slots", "gathered", "positions"])
 def test_prefills(sglang, rng, form: str, given: bool, padding: int) -> None:
     """Whole ones and with a prefix. The buffer of a graph has more rows, which stay."""
     step = Step(rng, PREFILLS, padding)
@@ -114,9 +106,9 @@ def test_prefills_take_no_more_memory_than_sglang_allows(sglang, rng, monkeypatc
     )
     for budget in (5000, 1 << 40):
         got = step.choosing(budget=budget).ragged(
-            step.q8, step.weights, step.asked.query_lens, step.asked.seq_lens, as_torch(step.asked.table), "PAGED"
+            step.q8, step.weights, step.asked.query_lens, step.asked.seq_lens, as_torch(step.asked.table), "slots"
         )
-        np.testing.assert_array_equal(got.numpy(), step.want("PAGED"))
+        np.testing.assert_array_equal(got.numpy(), step.want("slots"))
     assert allowed == [5000, 512 << 20]
 
 
@@ -139,14 +131,14 @@ def test_what_ours_do_not_serve_is_sglangs(sglang, rng, caplog, what: dict, of: 
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             assert choosing.paged(step.q8, step.weights, step.asked.seq_lens, seen, table) == "paged by SGLang"
-            found = choosing.ragged(step.q8, step.weights, [1] * 4, step.asked.seq_lens, table, "PAGED", out)
+            found = choosing.ragged(step.q8, step.weights, [1] * 4, step.asked.seq_lens, table, "slots", out)
             assert found == ("ragged by SGLang", out)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert said in record.getMessage()
 
 
-def test_other_pages_of_the_pool_are_sglangs(sglang, rng, monkeypatch) -> None:
+def test_other_pages_of_the_pool_are_sglangs(sglang, rng) -> None:
     step = Step(rng, DECODES)
     choosing = step.choosing()
     choosing.pool.index_page_size = 128

@@ -30,15 +30,6 @@ FORMATS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def asked(monkeypatch) -> list[tuple[SparseMLAConfig, int]]:
-    """What `cupy_mla.warmup` is called with, in place of the call, in a process where nothing is ready."""
-    calls: list[tuple[SparseMLAConfig, int]] = []
-    monkeypatch.setattr(warm, "_ready", set())
-    monkeypatch.setattr(warm, "warmup", lambda config, device, progress: calls.append((config, device)) or [])
-    return calls
-
-
 def made(
     layout: str, ratios: tuple[int, ...] = (4, 128), heads: int = 64, device: str = "cpu", compressed: str = "",
     **kind: bool,
@@ -132,6 +123,14 @@ def test_other_backends_keep_what_they_have(sglang, asked, caplog) -> None:
     assert record.levelname == "WARNING"
     assert "UNIFORM_FP8" in record.getMessage()
     assert asked == []
+
+
+def test_compute_capability_12_keeps_what_it_has(sglang, asked, caplog) -> None:
+    """There SGLang calls other kernels than FlashMLA's."""
+    importlib.import_module("sglang.srt.runtime_context").platform.is_sm120 = True
+    with caplog.at_level(logging.INFO):
+        assert made("V4", device="cuda:0")._flash_mla_with_kvcache == "FlashMLA's"
+    assert caplog.records == asked == []
 
 
 def test_a_backend_without_flash_mla(sglang, asked) -> None:

@@ -197,11 +197,16 @@ def test_a_rank_chooses_for_its_part_of_the_prefills(adapter, rng, monkeypatch, 
 @pytest.mark.parametrize(
     "op", [{"use_pcp": True}, {"dcp_world_size": 2}, {"use_fp4_cache": True}, {"candidate_blocks": 3}], ids=str
 )
-def test_indexers_that_ours_do_not_serve(adapter, rng, op: dict[str, Any]) -> None:
+def test_indexers_that_ours_do_not_serve(adapter, rng, caplog, op: dict[str, Any]) -> None:
+    """They are vLLM's, with one warning for all layers."""
     batch = Batch(rng, [1, 1])
-    indexer = made(adapter, batch.lists, **op)
+    with caplog.at_level("WARNING", logger="vllm.cupy_mla"):
+        for _ in range(2):
+            indexer = made(adapter, batch.lists, **op)
     assert batch.choose() == "stock"
     assert indexer.k_cache.get_attn_backend is None
+    (record,) = caplog.records
+    assert record.getMessage().startswith("cupy_mla leaves the indexer to vLLM: ours serves none with ")
 
 
 def test_mx_scales_are_read_by_vllm(adapter, rng, monkeypatch) -> None:

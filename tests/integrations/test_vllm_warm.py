@@ -34,14 +34,6 @@ def adapter(vllm: None) -> ModuleType:
     return importlib.import_module(f"{plugin.__name__}.sparse_mla")
 
 
-@pytest.fixture
-def asked(monkeypatch) -> list[tuple[Any, int]]:
-    """What `cupy_mla.warmup` is called with, in place of the call."""
-    calls: list[Any] = []
-    monkeypatch.setattr(warm, "warmup", lambda config, device, progress: calls.append((config, device)) or [])
-    return calls
-
-
 def layer(adapter: ModuleType, cache_type: str, rope: int = 64, heads: int = 12, device: Any = GPU) -> Any:
     """One whose lists lie on a GPU that is none."""
     lists = SimpleNamespace(shape=(40, TOPK), device=device)
@@ -115,6 +107,18 @@ def test_models_without_an_indexer(vllm, asked, caplog) -> None:
     (config, _) = asked[-1]
     assert len(asked) == 2
     assert (config.cache_layout, config.num_speculative_tokens) == ("plain_fp8", 2)
+
+
+def test_models_without_an_indexer_on_a_newer_gpu(vllm, asked, monkeypatch, caplog) -> None:
+    """One warning of the portable kernels for all groups of layers."""
+    capability = SimpleNamespace(major=12, minor=0)
+    monkeypatch.setattr(loaded("vllm.platforms").current_platform, "get_device_capability", lambda: capability)
+    make = importlib.import_module(f"{plugin.__name__}.dense_mla").CupyMLADenseBuilder
+    of = engine(model_config=model_of(16), parallel_config=None)
+    for _ in range(2):
+        make(SimpleNamespace(dtype=torch.bfloat16), ["a"], of, GPU)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "compute capability 12.0 attention runs on the portable kernels" in warning
 
 
 def test_ranks_without_an_indexer_attend_with_the_heads_of_all(vllm, asked, monkeypatch) -> None:

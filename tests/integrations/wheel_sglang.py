@@ -266,21 +266,9 @@ def indexer_of() -> Any:
     return indexer
 
 
-def wanted(caches: Caches, asked: Asked, form: str) -> np.ndarray:
-    """The lists in the form that attention takes: "positions", "slots" or "gathered" rows."""
-    lists, begins = asked.lists.copy(), np.cumsum([0, *asked.seq_lens])
-    for row, r in zip(lists, np.repeat(np.arange(len(asked.query_lens)), asked.query_lens), strict=True):
-        chosen = row[row >= 0]
-        if form == "slots":
-            row[: len(chosen)] = asked.table[r, chosen // PAGE] * PAGE + chosen % PAGE
-        elif form == "gathered":
-            row[: len(chosen)] = chosen + begins[r]
-    return lists
-
-
 def without_rope(caches: Caches, asked: Asked) -> np.ndarray:
     """Attention of the queries' first 512 values, float64 [T, h, 512]."""
-    slots = wanted(caches, asked, "slots")
+    slots = asked.listed("slots", PAGE)
     pages = caches.rows["v32_fp8"][..., :528]
     rows = [oracle.named_rows(oracle.V32_NOPE, pages, each[each >= 0]) for each in slots]
     q = asked.q[..., :512].astype(np.float64)
@@ -314,7 +302,7 @@ def drive(rng: np.random.Generator, layout: str, heads: int, prefill: str, decod
         x = torch.zeros(len(q8), 4)
         lists = indexer.forward_cuda(x, x, torch.zeros(len(q8)), batch, LAYER)
         gathered = mode == "EXTEND" and layout == "v32_fp8" and prefill == "flashmla_sparse"
-        want = wanted(caches, asked, "positions" if not fused else "gathered" if gathered else "slots")
+        want = asked.listed("positions" if not fused else "gathered" if gathered else "slots", PAGE)
         np.testing.assert_array_equal(lists[:tokens].numpy(), want)
         assert (lists[tokens:] == -1).all()
         if mode == "EXTEND":
@@ -377,7 +365,7 @@ def replays(rng: np.random.Generator, drafts: int | None) -> None:
         addresses.add((metadata.get_page_table_64().data_ptr(), metadata.get_seqlens_expanded().data_ptr()))
         weights = as_torch(asked.weights)[..., None]
         lists = indexer._get_topk_paged(batch, LAYER, as_torch(asked.index_q.view(E4M3)), weights, metadata)
-        np.testing.assert_array_equal(lists.numpy(), wanted(caches, asked, "slots"))
+        np.testing.assert_array_equal(lists.numpy(), asked.listed("slots", PAGE))
         q = as_torch(asked.q).flatten(1)
         got = backend.forward_decode(q, None, None, layer, batch, save_kv_cache=False, topk_indices=lists)
         assert_result(got.float().numpy(), asked.want)

@@ -112,7 +112,7 @@ V4_NEEDS: Needs = {
         "KVLayout.V41_NEW",
         "KVLayout.is_fp4(self)",
     ),
-    "srt.runtime_context": ("get_parallel()",),
+    "srt.runtime_context": ("get_parallel()", "get_platform()"),
 }
 
 logger: logging.Logger = logging.getLogger(__name__)

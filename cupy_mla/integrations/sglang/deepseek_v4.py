@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...config import RATIOS
+from ...layouts import FP4_BESIDE, V41_FP4
 from ...ops.attention import sparse_decode
 from ...typing import CacheLayout, ModelKind, PagedLayout
 from .. import warm
@@ -20,20 +21,20 @@ from . import logger
 from .attention import MOST_TOKENS, NamedLayers
 
 PAGE = 256  # tokens of a page
-# SGLang's layouts of rows that our kernels read: of the window's cache, and of compressed caches of FP4 beside it. The
-# GPU decides: on compute capability 10.x V4 has V4.1's rows, elsewhere V4.1 has V4's.
+# SGLang's layouts of rows that our kernels read. The GPU decides: on compute capability 10.x V4 has V4.1's rows,
+# elsewhere V4.1 has V4's.
 LAYOUTS: dict[str, CacheLayout] = {"V4": "v4_fp8", "V41": "v41_fp8_split", "V41_NEW": "v41_fp8"}
-FP4: dict[CacheLayout, PagedLayout] = {"v41_fp8_split": "v41_fp4_split", "v41_fp8": "v41_fp4"}
-FP4_BYTES = 288  # of a row
 
 
 def replace(made: None, self: Any, *args: Any, **kwargs: Any) -> None:
     """Let a backend attend by our operation, and compile its kernels. SGLang calls it after `__init__`.
 
-    Backends that do not call FlashMLA's function (`trtllm`, MegaAttention) keep what they have. So does one over rows
-    that no kernel of ours reads, with a warning.
+    Backends that do not call FlashMLA's function (`trtllm`, MegaAttention, all on compute capability 12.x) keep what
+    they have. So does one over rows that no kernel of ours reads, with a warning.
     """
-    if self.trtllm_attn or self.mega_attn or not hasattr(self, "_flash_mla_with_kvcache"):
+    from sglang.srt.runtime_context import get_platform
+
+    if get_platform().is_sm120 or self.trtllm_attn or self.mega_attn or not hasattr(self, "_flash_mla_with_kvcache"):
         return
     name = self.token_to_kv_pool.get_swa_key_layout().name
     layout = LAYOUTS.get(name)
@@ -59,7 +60,7 @@ def layers_of(backend: Any, layout: CacheLayout) -> list[NamedLayers]:
         NamedLayers(
             heads, 512, topk=backend.index_topk, block_size=PAGE, cache_layout=layout, max_num_seqs=MOST_TOKENS,
             max_num_batched_tokens=MOST_TOKENS, max_model_len=backend.max_context_len, compress_ratio=ratio,
-            window=pool.sliding_window, model=kind, compressed_layout=FP4[layout] if ratio in in_fp4 else None,
+            window=pool.sliding_window, model=kind, compressed_layout=FP4_BESIDE[layout] if ratio in in_fp4 else None,
         )
         for ratio in RATIOS[kind]
         if ratio == window_alone or ratio in backend.present_ratios
@@ -104,7 +105,7 @@ def flash_mla_with_kvcache(
     """
     extra: PagedLayout | None = None
     if extra_k_cache is not None:
-        extra = FP4[layout] if extra_k_cache.shape[-1] == FP4_BYTES else layout
+        extra = FP4_BESIDE[layout] if extra_k_cache.shape[-1] == V41_FP4.token_bytes else layout
     return sparse_decode(
         q, k_cache, indices, softmax_scale, attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache,
         extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length, layout=layout, extra_layout=extra,

@@ -13,18 +13,17 @@ What our operations do not serve is left to SGLang's code, with one warning.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
+from ...layouts import INDEXER_FP8
 from ...ops.logits import HEADS
 from ...ops.topk import MAX_K, MAX_WORKSPACE_BYTES, select_rows, select_rows_paged
 from . import attention, logger
 
 PAGE = 64  # tokens of a page of SGLang's caches on CUDA
-KEY_BYTES = 132  # of a token's key and its scale
-
-_told: set[str] = set()  # what the log has said
 
 
 def get_topk_paged(
@@ -66,9 +65,9 @@ def get_topk_paged(
     if requests == 0:
         return out
     each = tokens // requests  # tokens of a request beside each other read its keys once
+    keys = self._get_index_k_read_buffer(pool, layer_id).view(-1, PAGE, INDEXER_FP8.token_bytes)
     select_rows_paged(
-        q_fp8[:tokens].view(requests, each, *q_fp8.shape[1:]),
-        self._get_index_k_read_buffer(pool, layer_id).view(-1, PAGE, KEY_BYTES), weights[:tokens].squeeze(-1),
+        q_fp8[:tokens].view(requests, each, *q_fp8.shape[1:]), keys, weights[:tokens].squeeze(-1),
         lens.view(requests, each), table[::each], table.shape[1] * PAGE, self.index_topk,
         slots=not metadata.force_unfused_topk, out=out[:tokens],
     )  # fmt: skip
@@ -148,18 +147,22 @@ def _pool() -> Any:
 
 
 def _is_left(indexer: Any, pool: Any, metadata: Any) -> bool:
-    """Whether SGLang's code runs: because its attention does, or because of something that our operations lack. The
-    latter is said once."""
+    """Whether SGLang's code runs: because its attention does, or because of something that our operations lack."""
     from sglang.srt.runtime_context import get_exec
 
     options = get_exec().kernel
     if not attention.is_selected(options.dsa_prefill_backend, options.dsa_decode_backend):
         return True
     lacking = _lacking(indexer, pool, metadata)
-    if lacking is not None and lacking not in _told:
-        _told.add(lacking)
-        logger.warning("cupy_mla leaves the indexer to SGLang: ours serves none with %s", lacking)
+    if lacking is not None:
+        warn_of(lacking)
     return lacking is not None
+
+
+@cache
+def warn_of(lacking: str) -> None:
+    """Say once a process that SGLang keeps its indexer, because of something that our operations lack."""
+    logger.warning("cupy_mla leaves the indexer to SGLang: ours serves none with %s", lacking)
 
 
 def _lacking(indexer: Any, pool: Any, metadata: Any) -> str | None:

@@ -22,7 +22,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from ...ops.indexer import cp_gather_indexer_k_quant_cache
 from ...ops.topk import select_rows, select_rows_paged
-from . import fused, short
+from . import fused, short, told
 from .rebound import rebound
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def adopt(indexer: Any) -> None:
             f"{gpu.minor}; ours serves none with {lacking}"
         )
     if lacking:
+        told.stock_indexer(lacking)
         return
     ours.add(indexer.k_cache.prefix)
     indexer.k_cache.get_attn_backend = lambda: CupyMLAIndexerBackend
@@ -144,8 +145,11 @@ def adopt_v4(op: Any) -> None:
     Args:
         op: the `SparseAttnIndexer` that the layer calls.
     """
-    if _lacking_for(op) is None:
-        op.forward = partial(_choose_v4, op, op.forward)
+    lacking = _lacking_for(op)
+    if lacking:
+        told.stock_indexer(lacking)
+        return
+    op.forward = partial(_choose_v4, op, op.forward)
 
 
 def _choose_v4(

@@ -15,14 +15,12 @@ attention of prefills of at most topk tokens.
 
 from __future__ import annotations
 
-from functools import cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention import sparse_mla_attention as common
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view, triton_filter_and_convert_dcp_index
@@ -32,7 +30,7 @@ from ...layouts import BF16_512, BF16_576, V32_FP8
 from ...ops.attention import sparse_decode, sparse_prefill
 from ...ops.cache import concat_and_cache_mla
 from ...typing import CacheLayout
-from . import indexer, logger, short, warm
+from . import indexer, short, told, warm
 from .query import whole
 
 if TYPE_CHECKING:
@@ -45,19 +43,6 @@ else:
     StockImpl = common.SparseMLACommonImpl
 
 WRITTEN = ("auto", "bfloat16", "fp8_ds_mla")  # cache types that `do_kv_cache_update` can write
-
-
-@cache
-def warn_of_portable_kernels() -> None:
-    """Say once a process that a GPU newer than Hopper has kernels of vLLM's which are faster than ours."""
-    gpu = current_platform.get_device_capability()
-    if gpu is not None and gpu.major >= 10:
-        logger.warning(
-            "cupy_mla: on compute capability %d.%d sparse attention runs on the portable kernels, which were compiled "
-            "but never measured there. vLLM's own backends have kernels made for it: CUPY_MLA_VLLM=off, or another "
-            "--attention-backend, keeps them.",
-            gpu.major, gpu.minor,
-        )  # fmt: skip
 
 
 class CupyMLASparseBackend(StockBackend):
@@ -175,7 +160,7 @@ class CupyMLASparseImpl(StockImpl):
 
     def __init__(self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        warn_of_portable_kernels()
+        told.portable_kernels()
         self.sinks: torch.Tensor | None = sinks
         self.fp8: bool = self.kv_cache_dtype == "fp8_ds_mla"
         if (self.fp8 and self.qk_rope_head_dim == 0) or sinks is not None:
