@@ -10,7 +10,7 @@ import torch
 from ...config import SparseMLAConfig
 from ...layouts import BF16_512, BF16_576, V32_FP8, V32_NOPE_FP8
 from ...ops.attention import sparse_decode, sparse_prefill
-from ...typing import CacheLayout, ModelKind
+from ...typing import CacheLayout
 from .. import warm
 from . import logger
 
@@ -20,12 +20,6 @@ REPLACED = ("flashmla_sparse", "flashmla_kv", "flashmla_auto")
 MOST_TOKENS = 2048
 
 
-class NamedLayers(SparseMLAConfig):
-    """Layers over rows of any layout, for warming up: their calls name the layout."""
-
-    def _require_layouts(self, kind: ModelKind) -> None: ...
-
-
 def warm_up(made: None, self: Any, *args: Any, **kwargs: Any) -> None:
     """Compile and load the kernels of a backend's layers before graphs are captured. SGLang calls it after `__init__`.
 
@@ -33,7 +27,7 @@ def warm_up(made: None, self: Any, *args: Any, **kwargs: Any) -> None:
     """
     if not is_selected(self.dsa_prefill_impl, self.dsa_decode_impl):
         return
-    layers = NamedLayers(
+    layers = SparseMLAConfig(
         self.num_q_heads, BF16_576.d_qk if self.qk_rope_head_dim else BF16_512.d_qk, topk=self.dsa_index_topk,
         block_size=self.physical_page_size, max_num_seqs=MOST_TOKENS, max_num_batched_tokens=MOST_TOKENS,
         cache_layout=layout_of_rows(self) or "bf16", max_model_len=self.max_context_len, model="v32",

@@ -12,18 +12,24 @@ from typing import Any
 
 import torch
 
-from ...config import RATIOS
+from ...config import RATIOS, SparseMLAConfig
 from ...layouts import FP4_BESIDE, V41_FP4
 from ...ops.attention import sparse_decode
 from ...typing import CacheLayout, ModelKind, PagedLayout
 from .. import warm
 from . import logger
-from .attention import MOST_TOKENS, NamedLayers
+from .attention import MOST_TOKENS
 
 PAGE = 256  # tokens of a page
 # SGLang's layouts of rows that our kernels read. The GPU decides: on compute capability 10.x V4 has V4.1's rows,
 # elsewhere V4.1 has V4's.
 LAYOUTS: dict[str, CacheLayout] = {"V4": "v4_fp8", "V41": "v41_fp8_split", "V41_NEW": "v41_fp8"}
+
+
+class NamedLayers(SparseMLAConfig):
+    """Layers for warming up, of V4 over V4.1's rows, too: calls name the layout."""
+
+    def _require_layouts(self, kind: ModelKind) -> None: ...
 
 
 def replace(made: None, self: Any, *args: Any, **kwargs: Any) -> None:
