@@ -23,6 +23,17 @@ from .test_benchmarks import on_cpu
 ROWS = 8
 
 
+def run(monkeypatch, program: ModuleType, changes: list[tuple[ModuleType, dict[str, Any]]], out: Path) -> None:
+    """Run a program to the end of its rows, with other values of names of modules; its record goes to a folder."""
+    for changed, values in changes:
+        for name, value in values.items():
+            monkeypatch.setattr(changed, name, value)
+    monkeypatch.setenv("OUT", str(out))
+    monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", "--seconds", "1e9"])
+    with on_cpu():
+        program.main()
+
+
 def measured(module, monkeypatch, tmp_path: Path) -> tuple[ModuleType, list[set[str]], set[Any]]:
     """The program after a run over a small cache: its module, the kernels of each graph, and all that were launched."""
     torch = pytest.importorskip("torch")
@@ -43,20 +54,15 @@ def measured(module, monkeypatch, tmp_path: Path) -> tuple[ModuleType, list[set[
         return len(graphs)
 
     drawn, cache_of = program.drawn, program.cache_of.__wrapped__
-    for changed, values in (
+    changes = [
         (driver, {"clusters_at_once": lambda kernel, device: CLUSTERS_AT_ONCE}),
         (candidates, {"graph_of": graph_of, "environment": lambda: {"gpu": "NVIDIA H200"},
                       "replay_times": lambda graphs, repeats: [400.0 + graph for graph in graphs],
                       "load_kernels": lambda which: None}),
         (program, {"TOKENS": 1024, "drawn": lambda rng: islice(drawn(rng), ROWS), "cache_of": cache_of}),
         (module("dense_decode"), {"TOKENS": 1024}), (torch.cuda, {"memory_reserved": lambda: 0}),
-    ):  # fmt: skip
-        for name, value in values.items():
-            monkeypatch.setattr(changed, name, value)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["dense_candidates.py", "--seconds", "1e9"])
-    with on_cpu():
-        program.main()
+    ]  # fmt: skip
+    run(monkeypatch, program, changes, tmp_path)
     return program, graphs, used
 
 
@@ -104,20 +110,15 @@ def test_another_gpu_needs_no_more_than_these_programs(module, monkeypatch, tmp_
 
     calls = ((kind, h, n) for n in (1, 2, 3) for kind, h in (("V32", 64), ("bf16", 8), ("bf16", 16)))
     (folder := tmp_path / "a100").mkdir()
-    for changed, values in (
+    changes = [
         (program, {"graph_of": graph_of, "environment": lambda: {"gpu": "NVIDIA A100-SXM4-80GB"}, "TOKENS": 2048,
                    "replay_times": lambda graphs, repeats: [float(next(times)) for _ in graphs],
                    "load_kernels": lambda which: None,
                    "drawn": lambda rng: (program.decode_row(rng, *call) for call in calls)}),
         (torch.cuda, {"memory_reserved": lambda: 0}), (recorded, {"FOLDERS": {"a100": folder}}),
         (fit_times, {"FOLDERS": {"a100": folder}, "TIMES": tmp_path, "STEPS": 5}),
-    ):  # fmt: skip
-        for name, value in values.items():
-            monkeypatch.setattr(changed, name, value)
-    monkeypatch.setenv("OUT", str(folder))
-    monkeypatch.setattr(sys, "argv", ["candidates.py", "--seconds", "1e9"])
-    with on_cpu():
-        program.main()
+    ]  # fmt: skip
+    run(monkeypatch, program, changes, folder)
     rows = list(recorded.candidates("a100"))
     assert {row.problem.gpu.capability for row in rows} == {80}
     assert {kernel for row in rows for kernel, _ in row.us} == {"portable"}

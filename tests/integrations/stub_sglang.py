@@ -4,7 +4,8 @@ return what tells that SGLang's own code would have run."""
 from __future__ import annotations
 
 from pathlib import Path
-from textwrap import dedent
+
+from .stub_vllm import write_package
 
 FILES = {
     "srt/plugins/hook_registry": """
@@ -198,11 +199,7 @@ FILES = {
 
 def write(folder: Path) -> Path:
     """Write the stand-ins into a folder; that of the package."""
-    package = folder / "sglang"
-    for name, source in FILES.items():
-        path = package / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dedent(source))
+    package = write_package(folder / "sglang", FILES)
     for path in (package, *package.rglob("*")):
         if path.is_dir():
             (path / "__init__.py").touch()

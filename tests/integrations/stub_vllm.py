@@ -672,8 +672,12 @@ SOURCES = {
 
 def write(folder: Path) -> Path:
     """Put the package `vllm` into a folder; returns the package's own."""
-    package = folder / "vllm"
-    for name, source in SOURCES.items():
+    return write_package(folder / "vllm", SOURCES)
+
+
+def write_package(package: Path, sources: dict[str, str]) -> Path:
+    """Write modules, by their paths without ".py", into a package's folder; returns it."""
+    for name, source in sources.items():
         path = package / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dedent(source))
