@@ -68,7 +68,7 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False, pla
     params = structs.DENSE(
         params_of(problem, a, main, NO_SOURCE, decode_fields(a), flags), table=block_table(a.block_table, block_size),
         num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=a.window, num_shares=0,
-        shares=0,
+        even_splits=1, shares=0,
     )  # fmt: skip
     chosen = choose_dense(problem)
     program: Program = KERNELS[chosen.kernel].launches(problem, chosen.division, params, plan)

@@ -101,7 +101,13 @@ def shares_of(problem: DenseProblem, division: Shares) -> int:
 
 
 def in_shares(
-    attention: Kernel, merge: Kernel, problem: DenseProblem, params: Packed, division: Shares, plan: Plan | None
+    attention: Kernel,
+    merge: Kernel,
+    problem: DenseProblem,
+    params: Packed,
+    division: Shares,
+    plan: Plan | None,
+    **fields: int,
 ) -> Program:
     """Two launches: attention over all rows in equal shares, a share a CTA; and the merge of items that are cut.
 
@@ -109,6 +115,7 @@ def in_shares(
         attention: a kernel of `dense_sm90` or `dense_fp8_sm90`.
         merge: a kernel of this module.
         plan: the plan that the layers of a step share. Equal splits of each item need none.
+        fields: of `struct DenseParams`, in place of those that are set here.
     """
     lines, splits = division.heads, division.num_splits
     items = problem.items(lines)
@@ -120,6 +127,7 @@ def in_shares(
         shares=memory + nbytes, least_split=LEAST_SPLIT, cut_cost=shares * CUT_COST,
         whole_items=ceil_div(items, shares) * shares, num_shares=shares,
     )  # fmt: skip
+    params = params.replaced(**fields)
     dividing = params
     if plan is not None and splits == 1 and SHARE_BYTES * shares <= PLAN_BYTES:
         key = shares, lines, problem.lines, problem.requests
