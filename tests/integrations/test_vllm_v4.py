@@ -167,16 +167,6 @@ def test_vllms_indexer_stays(adapter, rng, caplog, lacking: dict[str, Any]) -> N
     assert "leaves the indexer to vLLM" in record.getMessage()
 
 
-def test_a_newer_gpu_is_warned_of_portable_kernels(adapter, monkeypatch, caplog) -> None:
-    """Once for all layers."""
-    capability = SimpleNamespace(major=10, minor=3)
-    monkeypatch.setattr(loaded("vllm.platforms").current_platform, "get_device_capability", lambda: capability)
-    made(8, 1)
-    made(8, 128)
-    (record,) = caplog.records
-    assert "compute capability 10.3 attention runs on the portable kernels" in record.getMessage()
-
-
 @pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("shown", [False, True], ids=["no image", "image"])
 def test_a_model_with_images(adapter, rng, shown: bool, ratio: int) -> None:
