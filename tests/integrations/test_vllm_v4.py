@@ -153,7 +153,9 @@ def test_prefills_without_complete_rows(adapter, rng) -> None:
     assert (held.chosen[2:] == HOSTILE).all()
 
 
-@pytest.mark.parametrize("lacking", [{"use_pcp": True}, {"dcp_world_size": 2}, {"use_fp4_cache": True}])
+@pytest.mark.parametrize(
+    "lacking", [{"use_pcp": True}, {"dcp_world_size": 2}, {"use_fp4_cache": True}, {"topk_tokens": 4097}]
+)
 def test_vllms_indexer_stays(adapter, rng, caplog, lacking: dict[str, Any]) -> None:
     """In a profiling run, and with a warning where our operations lack what it needs."""
     held = steps_v4.Layer(rng, 4, 8)

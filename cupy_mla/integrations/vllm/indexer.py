@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.mla import indexer as stock_metadata
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ...ops.indexer import cp_gather_indexer_k_quant_cache
-from ...ops.topk import select_rows, select_rows_paged
+from ...ops.topk import MAX_K, select_rows, select_rows_paged
 from . import fused, logger, short
 from .rebound import rebound
 
@@ -99,6 +99,8 @@ def _lacking_for(op: Any) -> str | None:
     # vLLM 0.33 uses MX scales on compute capability 10.x.
     if op.use_fp4_cache or getattr(stock, "mqa_logits_use_mx_scales", bool)():
         return "FP4 keys or MX scales"
+    if op.topk_tokens > MAX_K:
+        return f"more than {MAX_K} chosen tokens"
     return None if op.candidate_blocks is None else "candidate blocks"
 
 
