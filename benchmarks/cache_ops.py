@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from harness import SETS, Options, Record, largest_difference, time_side_by_side
+from harness import SETS, Options, Record, copy_of, largest_difference, time_side_by_side
 from inputs import normal
 
 import cupy_mla
@@ -307,10 +307,7 @@ def error_of(case: Case) -> float:
 
 def beside_copy(cases: Sequence[Case]) -> list[float]:
     """Microseconds of an operation, each case an input set, and of copies of as many bytes."""
-    buffers = [torch.empty(2, case.moved // 2, device="cuda", dtype=torch.uint8) for case in cases]
-    ours = [lambda c=c: call(c) for c in cases]
-    copies = [lambda b=b: b[1].copy_(b[0]) for b in buffers]
-    return time_side_by_side(ours, copies)
+    return time_side_by_side([lambda c=c: call(c) for c in cases], [copy_of(case.moved) for case in cases])
 
 
 def measure(record: Record, make: Callable[[], Iterator[Case]]) -> None:

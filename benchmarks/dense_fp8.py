@@ -19,7 +19,18 @@ from typing import Any
 import torch
 from cases import DENSE_FP8, TOKEN_BYTES, dense_floor_us, judge
 from dense_decode import Set, filled_cache, flash_mla_calls, input_sets, name_of, rows
-from harness import NO_PEER, ROOT, Call, Options, Record, copy_rate, flash_mla_peer, peer_name, time_side_by_side
+from harness import (
+    NO_PEER,
+    ROOT,
+    Call,
+    Options,
+    Record,
+    copy_rate,
+    flash_mla_peer,
+    peer_name,
+    shown_difference,
+    time_side_by_side,
+)
 from inputs import normal
 
 import cupy_mla
@@ -107,7 +118,7 @@ def main() -> None:
         best = min(theirs_us, fp8_us)
         theirs_name = f"{peer_name()}, {'FP8' if fp8_us <= theirs_us else 'bf16'}"
         for case, nbytes, ours_us, peer_us, name, difference in (
-            (cases[0], 656, v32_us, wide_us, "cupy_mla, bf16 rows", 0.0),
+            (cases[0], 656, v32_us, wide_us, "cupy_mla, bf16 rows", None),
             (cases[1], 576, plain_us, best, theirs_name, error),
         ):
             floor, _ = dense_floor_us(tokens, lines, copied, nbytes)
@@ -117,7 +128,8 @@ def main() -> None:
                     "ratio": round(peer_us / ours_us, 3), "peer": name, "max_abs_err": difference, **row,
                     "floor_us": round(floor, 2), "bound": bound, "bf16_of_copy": round(copy_us / wide_us, 3),
                 },
-                f"{ours_us:9.1f} {peer_us:9.1f} {peer_us / ours_us:9.2f} {difference:9.1e} {floor:9.1f}",
+                f"{ours_us:9.1f} {peer_us:9.1f} {peer_us / ours_us:9.2f} "
+                f"{shown_difference(difference)} {floor:9.1f}",
             )  # fmt: skip
     judge(DENSE_FP8, record.rows)
     print(record.write())

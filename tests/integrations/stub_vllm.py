@@ -547,11 +547,14 @@ SOURCES = {
                 topk_buffer[: self.half, :width] = 7
 
         class SparseAttnIndexer:
-            def __init__(self, use_pcp=False, dcp_world_size=1, use_fp4_cache=False, candidate_blocks=None):
+            def __init__(
+                self, use_pcp=False, dcp_world_size=1, use_fp4_cache=False, candidate_blocks=None, topk_tokens=0
+            ):
+                self.topk_tokens = topk_tokens
                 self.use_pcp, self.dcp_world_size, self.use_fp4_cache = use_pcp, dcp_world_size, use_fp4_cache
                 self.candidate_blocks = candidate_blocks
                 self.k_cache = self.topk_indices_buffer = None
-                self.compress_ratio = self.topk_tokens = self.max_model_len = self.max_total_seq_len = 0
+                self.compress_ratio = self.max_model_len = self.max_total_seq_len = 0
 
             def forward(self, hidden_states, q_quant, k, weights):
                 return "stock"

@@ -27,6 +27,7 @@ SCALE, TOPK = 0.1, 2048
 def nothing_is_ready(monkeypatch) -> None:
     """In this process."""
     monkeypatch.setattr(warm, "_ready", set())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
 @pytest.fixture
@@ -109,16 +110,17 @@ def test_models_without_an_indexer(vllm, asked, caplog) -> None:
     assert (config.cache_layout, config.num_speculative_tokens) == ("plain_fp8", 2)
 
 
-def test_models_without_an_indexer_on_a_newer_gpu(vllm, asked, monkeypatch, caplog) -> None:
-    """One warning of the portable kernels for all groups of layers."""
-    capability = SimpleNamespace(major=12, minor=0)
-    monkeypatch.setattr(loaded("vllm.platforms").current_platform, "get_device_capability", lambda: capability)
-    make = importlib.import_module(f"{plugin.__name__}.dense_mla").CupyMLADenseBuilder
-    of = engine(model_config=model_of(16), parallel_config=None)
-    for _ in range(2):
-        make(SimpleNamespace(dtype=torch.bfloat16), ["a"], of, GPU)
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "compute capability 12.0 attention runs on the portable kernels" in warning
+@pytest.mark.parametrize(("gpu", "warned"), [((8, 0), 0), ((9, 0), 0), ((10, 3), 1), ((12, 1), 1)])
+def test_a_newer_gpu_is_warned_of_portable_kernels(adapter, asked, monkeypatch, caplog, gpu, warned: int) -> None:
+    """Once for all kinds of layers."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
+    loaded("vllm.config").current = engine()
+    for heads in (8, 16):
+        layer(adapter, "auto", heads=heads).process_weights_after_loading(torch.bfloat16)
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(asked) == 2
+    assert len(messages) == warned
+    assert all(f"compute capability {gpu[0]}.{gpu[1]} attention runs on the portable" in m for m in messages)
 
 
 def test_ranks_without_an_indexer_attend_with_the_heads_of_all(vllm, asked, monkeypatch) -> None:

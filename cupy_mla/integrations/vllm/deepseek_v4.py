@@ -20,7 +20,7 @@ from ...ops.attention import sparse_decode, sparse_prefill
 from ...ops.compressed import compute_global_topk_indices_and_lens
 from ...ops.gather import dequantize_and_gather_k_cache
 from ...ops.swa import combine_topk_swa_indices, combined_width
-from . import indexer, told, warm
+from . import indexer, warm
 
 if TYPE_CHECKING:
     from ..untyped import Untyped as StockAttention
@@ -43,7 +43,6 @@ class CupyMLADeepseekV4Attention(StockAttention):
 
     def __init__(self, vllm_config: Any, *layer: Any, **more: Any) -> None:
         super().__init__(vllm_config, *layer, **more)
-        told.portable_kernels()
         kind = warm.v4_layers_of(vllm_config, self.padded_heads, self.compress_ratio)
         warm.up(kind, torch.device(vllm_config.device_config.device_type))
         if self.indexer is not None:

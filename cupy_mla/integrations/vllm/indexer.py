@@ -8,7 +8,7 @@ vLLM's, without DeepGEMM's schedule. DeepSeek-V4's layers call an object of thei
 from __future__ import annotations
 
 import sys
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +21,8 @@ from vllm.v1.attention.backends.mla import indexer as stock_metadata
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ...ops.indexer import cp_gather_indexer_k_quant_cache
-from ...ops.topk import select_rows, select_rows_paged
-from . import fused, short, told
+from ...ops.topk import MAX_K, select_rows, select_rows_paged
+from . import fused, logger, short
 from .rebound import rebound
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def adopt(indexer: Any) -> None:
             f"{gpu.minor}; ours serves none with {lacking}"
         )
     if lacking:
-        told.stock_indexer(lacking)
+        _warn_of_stock_indexer(lacking)
         return
     ours.add(indexer.k_cache.prefix)
     indexer.k_cache.get_attn_backend = lambda: CupyMLAIndexerBackend
@@ -86,6 +86,12 @@ def _lacking(layers: Any, indexer: Any) -> str | None:
     return _lacking_for(indexer.indexer_op)
 
 
+@cache
+def _warn_of_stock_indexer(lacking: str) -> None:
+    """Say once that layers with our attention keep vLLM's indexer, because of something that our operations lack."""
+    logger.warning("cupy_mla leaves the indexer to vLLM: ours serves none with %s", lacking)
+
+
 def _lacking_for(op: Any) -> str | None:
     """`_lacking`, of an indexer's `SparseAttnIndexer`."""
     if op.use_pcp or op.dcp_world_size > 1:
@@ -93,6 +99,8 @@ def _lacking_for(op: Any) -> str | None:
     # vLLM 0.33 uses MX scales on compute capability 10.x.
     if op.use_fp4_cache or getattr(stock, "mqa_logits_use_mx_scales", bool)():
         return "FP4 keys or MX scales"
+    if op.topk_tokens > MAX_K:
+        return f"more than {MAX_K} chosen tokens"
     return None if op.candidate_blocks is None else "candidate blocks"
 
 
@@ -147,7 +155,7 @@ def adopt_v4(op: Any) -> None:
     """
     lacking = _lacking_for(op)
     if lacking:
-        told.stock_indexer(lacking)
+        _warn_of_stock_indexer(lacking)
         return
     op.forward = partial(_choose_v4, op, op.forward)
 
