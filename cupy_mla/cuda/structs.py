@@ -239,7 +239,7 @@ GROUPED = Struct(
 )  # fmt: skip
 DENSE = Struct(
     "DenseParams", ATTENTION, table=BLOCK_TABLE, num_blocks=INT32, tokens=INT32, heads=DIVISOR, causal=INT32,
-    window=INT32, num_shares=INT32, even_splits=INT32, shares=POINTER,
+    window=INT32, num_shares=INT32, shares=POINTER,
 )  # fmt: skip
 SORT = Struct("SortParams", ATTENTION, sorted=POINTER, segments=INT32, shift=INT32)
 

@@ -8,13 +8,12 @@
 struct DenseParams : AttentionParams {
     BlockTable table;
     int32_t num_blocks;
-    int32_t tokens;       // query tokens of a request
-    Divisor heads;        // query heads
-    int32_t causal;       // query tokens are the request's last ones, and see no row after their own
-    int32_t window;       // a query token sees at most this many rows, the last ones; 0: all
-    int32_t num_shares;   // entries of `shares`
-    int32_t even_splits;  // of each item, if it is not cut elsewhere (find_uneven_share)
-    int4* shares;         // [num_shares] this call's shares, for dense_combine.cu
+    int32_t tokens;      // query tokens of a request
+    Divisor heads;       // query heads
+    int32_t causal;      // query tokens are the request's last ones, and see no row after their own
+    int32_t window;      // a query token sees at most this many rows, the last ones; 0: all
+    int32_t num_shares;  // entries of `shares`
+    int4* shares;        // [num_shares] this call's shares, for dense_combine.cu
 };
 
 // DENSE: the launch's parameter struct.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_mla.cuda.attention.kernels import dense_sm90
-
 from ..dense_hopper import bits_of_a_request, calls_of_one_plan, every_batch, every_heads, some_requests
 
 SHARES, SPLITS = "shares(splits=0)", "shares(splits=3)"
@@ -39,18 +37,6 @@ def test_batches(kind, rng, check):
 @pytest.mark.parametrize("division", [SHARES], indirect=True)
 def test_calls_of_one_plan(kind, rng):
     calls_of_one_plan(kind, rng, 3)
-
-
-@pytest.mark.long(sample=1)
-@pytest.mark.parametrize("division", [SHARES], indirect=True)
-@pytest.mark.parametrize("b", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("most", [0, 8])
-def test_even_splits(kind, rng, monkeypatch, b, most):
-    """Items of any lengths have equal splits, or stay whole."""
-    monkeypatch.setattr(dense_sm90, "MOST_WHOLE", most)
-    monkeypatch.setattr(dense_sm90, "SPLIT_CUT_COST", 1000)
-    monkeypatch.setattr(dense_sm90, "cut_cost", lambda lines: 1000)
-    some_requests(kind, rng, b, 8)
 
 
 @pytest.mark.long(sample=1)

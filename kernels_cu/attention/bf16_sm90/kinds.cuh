@@ -9,7 +9,6 @@
 //   OVERLAPS, start      whether the launch overlaps the one before; what to do once that one has ended
 //   ROLES_START_EARLY, finds_work_in_memory   whether producers and consumers start before that one has ended, unless
 //                        the first work item depends on memory
-//   begin_consumer       then: what the consumers do before the first work item
 //   wait                 then, and in clusters: how the producers wait for the launch before
 //   for_each             deals work items out to CTAs. The default needs num_items and find_item
 //   find_work            makes the producers' Work of a work item
@@ -52,8 +51,6 @@ struct Default {
 
     template <typename Params>
     static __device__ __forceinline__ void start(const Params&) {}
-    template <typename Params>
-    static __device__ __forceinline__ void begin_consumer(const Params&) {}
     template <typename Params>
     static __device__ __forceinline__ bool finds_work_in_memory(const Params&) {
         return true;

@@ -70,7 +70,6 @@ __device__ __forceinline__ void run_consumer(const typename K::Params& p, int wa
     uint32_t parity = 0, turn = 0;
     if constexpr (K::CLUSTER) copy_q<K>(p, warpgroup, warp);
     if constexpr (K::ROLES_START_EARLY) wait_for_earlier_kernels();
-    K::begin_consumer(p);
 #pragma unroll 1
     for (;; turn ^= 1) {
         Softmax state;

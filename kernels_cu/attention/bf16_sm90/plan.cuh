@@ -24,7 +24,7 @@ constexpr float REF_BELOW = HALF_ITEMS ? 7.0f : 0.0f;
 constexpr float REF_SLACK = 8.0f + REF_BELOW, PEAK = 0.0625f;
 
 // Named barriers; P_READY: + tile.
-enum NamedBarrier { P_READY = 1, CONSUMER_SYNC = 3, PRODUCER_SYNC = 4, SECOND_FOUND = 5 };
+enum NamedBarrier { P_READY = 1, CONSUMER_SYNC = 3, PRODUCER_SYNC = 4 };
 
 // Shared memory: Q, two tiles, P of each (D_QK 512), what a kernel needs in addition (K::EXTRA_BYTES), and `Small`:
 // barriers and small arrays.

@@ -53,11 +53,10 @@ __device__ __forceinline__ Boundary even_boundary(const AttentionParams& p, uint
 
 // Finds a share where lists may have different lengths; pairs_at(query) returns the number of a query's pairs of
 // tiles. Items stay whole if then no share costs much more than the mean. That saves merges where lengths are often
-// equal, as where most contexts are longer than topk. In place of whole items there may be `splits` equal splits of
-// each, where shares are as many. All threads call; each computes the costs of some queries.
+// equal, as where most contexts are longer than topk. All threads call; each computes the costs of some queries.
 template <int THREADS, typename Pairs>
 __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int share, Share<THREADS>& found,
-                                                  Pairs pairs_at, uint32_t splits = 1) {
+                                                  Pairs pairs_at) {
     const int each = ceil_div(p.num_queries, THREADS), first = threadIdx.x * each;
     const int end = min(first + each, p.num_queries);
     uint32_t cost = 0, most = 0, of_tile;  // this thread's queries: sum, maximum; and the sum over all queries
@@ -70,11 +69,7 @@ __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int 
     uint32_t before = cta_sum_before(cost, found.costs, of_tile);
     const uint32_t head_tiles = num_head_tiles(p);
     const bool cut = __syncthreads_or(most * p.whole_items > of_tile * head_tiles + p.cut_cost);
-    if (!cut) {  // each split costs 1
-        before = first * splits;
-        cost = max(end - first, 0) * splits;
-        of_tile = p.num_queries * splits;
-    }
+    if (!cut) before = first, cost = max(end - first, 0), of_tile = p.num_queries;  // each item costs 1
     const uint32_t total = of_tile * head_tiles;
 #pragma unroll 1
     for (uint32_t i = 0; i < 2; ++i) {
@@ -87,14 +82,9 @@ __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int 
 #pragma unroll 1
         for (int query = first; query < end; ++query) {
             const int pairs = pairs_at(query);
-            const uint32_t of_query = cut ? cost_of(pairs) : splits;
+            const uint32_t of_query = cut ? cost_of(pairs) : 1;
             if (left < of_query) {
-                const int item = tile * p.num_queries + query;
-                if (splits > 1 && !cut) {
-                    boundary = {item, ceil_div(pairs * int(left), int(splits))};
-                } else {
-                    boundary = nearest_boundary(p, item, pairs, int(left) - UNEVEN_ITEM_COST);
-                }
+                boundary = nearest_boundary(p, tile * p.num_queries + query, pairs, int(left) - UNEVEN_ITEM_COST);
                 break;
             }
             left -= of_query;

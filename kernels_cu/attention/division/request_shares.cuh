@@ -11,11 +11,6 @@
 #include "attention/division/find_share.cuh"
 #include "attention/division/partials.cuh"
 
-// Whether items may have DenseParams::even_splits equal splits where lengths are about equal.
-#ifndef EVEN_SPLITS
-#define EVEN_SPLITS 0
-#endif
-
 // Calls with the same schedule use the same plan (share.cuh). The plan may have been made for other lengths. Then
 // shares are unequal, and where a request ends before a boundary of the plan, a part of it has no rows.
 
@@ -35,7 +30,7 @@ __device__ __forceinline__ void find_request_share(const DenseParams& p, int sha
         load_share(p, share, mine);
         __syncthreads();
     } else {
-        find_uneven_share(p, share, mine, pairs_at, EVEN_SPLITS ? p.even_splits : 1);
+        find_uneven_share(p, share, mine, pairs_at);
         leave_share(p.plan, share, mine);
     }
     leave_share(p.shares, share, mine);

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from math import ceil
 from typing import Any
 
 from ....layouts import Layout
 from ... import structs
 from ...kernel import Kernel
-from ...paging import ceil_div
 from ...program import Plan, Program
 from ...structs import Packed
-from ..divide import Division, Shares
+from ..divide import CUT_COST, Division, Shares
 from ..problem import DenseProblem
 from ..times import Work
 from . import bf16_sm90, dense_combine
@@ -21,17 +19,12 @@ from .dense_cluster_sm90 import LAYOUTS
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
 UNEVEN_ITEM_COST = 8  # what an item costs beside its pairs, in eighths of a pair of tiles
-EVEN_SPLITS = 1  # whether items of about equal lengths may have equal splits, one a share
-MOST_WHOLE = 8  # pairs of tiles of items that stay whole rather than having equal splits
-SPLIT_CUT_COST = 8  # what a share costs more where items are cut anywhere, beside equal splits
-# Where each row is read once, memory bounds: if some SMs have no share, the others read faster.
-FASTER_READS = 15 / 16
 
 
 @cache
 def kernel(layout: Layout) -> Kernel:
     """The kernel for rows of one width."""
-    defines = {**bf16_sm90.defines(layout), "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST, "EVEN_SPLITS": EVEN_SPLITS}
+    defines = {**bf16_sm90.defines(layout), "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST}
     return Kernel("attention/dense_sm90.cu", structs.DENSE, defines, archs=("90a",), target="90a", overlaps=True)
 
 
@@ -64,22 +57,16 @@ def work(problem: DenseProblem, division: Any) -> Work:
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch, a share a CTA, and the merge of items that are cut."""
     merge = dense_combine.kernel(half=problem.layout.half)
-    fields = where_even(problem, division)
-    return dense_combine.in_shares(kernel(problem.layout), merge, problem, params, division, plan, **fields)
+    cost = cut_cost(problem, division)
+    return dense_combine.in_shares(kernel(problem.layout), merge, problem, params, division, plan, cost)
 
 
-def cut_cost(lines: int) -> int:
-    """What a share costs more because items of so many lines are cut, beside whole ones, in eighths of a pair."""
-    return max(24, 14 + lines // 2)
+def cut_cost(problem: DenseProblem, division: Shares) -> int:
+    """What a share costs more where items are cut, in eighths of a pair of tiles.
 
-
-def where_even(problem: DenseProblem, division: Shares) -> dict[str, int]:
-    """Fields of `struct DenseParams`: how items of about equal lengths are divided, and when they count as such."""
-    items, shares = problem.items(LINES), dense_combine.shares_of(problem, division)
-    splits = shares // items if EVEN_SPLITS and problem.pairs > MOST_WHOLE else 1
-    whole = ceil_div(items, shares) * shares / max(1, splits)
-    cost = cut_cost(min(problem.lines, LINES)) if splits <= 1 else SPLIT_CUT_COST
-    return {
-        "even_splits": max(1, splits), "cut_cost": shares * cost,
-        "whole_items": ceil(whole * (FASTER_READS if problem.lines <= LINES else 1)),
-    }  # fmt: skip
+    Cut items take longer a pair than whole ones, the more so the more lines they have. So items of about equal lengths
+    stay whole though some SMs then have no item. Where half of the SMs would have none, cutting items is faster.
+    """
+    if 2 * problem.items(LINES) <= dense_combine.shares_of(problem, division):
+        return CUT_COST
+    return max(CUT_COST, 14 + min(problem.lines, LINES) // 2)

@@ -20,14 +20,15 @@ from .work import whole
 
 LINES = bf16_cluster_sm90.HEADS  # of a work item: query tokens times heads
 MOST_PAIRS = 16  # pairs of tiles of a whole request; see `dense_cluster_sm90.MOST_PAIRS`
-SORT_SECOND_ITEMS = 1  # whether CTAs with a short first item have a long second one
 
 
 @cache
 def kernel(layout: Layout, lines: int) -> Kernel:
     """The kernel for rows of one width and so many lines a work item."""
-    defines = {**bf16_sm90.defines(layout), "HEADS": lines, "SORT_SECOND_ITEMS": SORT_SECOND_ITEMS}
-    return Kernel("attention/dense_whole_sm90.cu", structs.DENSE, defines, archs=("90a",), target="90a", overlaps=True)
+    return Kernel(
+        "attention/dense_whole_sm90.cu", structs.DENSE, {**bf16_sm90.defines(layout), "HEADS": lines}, archs=("90a",),
+        target="90a", overlaps=True,
+    )  # fmt: skip
 
 
 def kernels() -> Iterator[Kernel]:
