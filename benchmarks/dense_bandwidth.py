@@ -4,7 +4,8 @@ V4_FP8 rows of drawn sizes beside our own bf16 rows.
 python benchmarks/dense_bandwidth.py [--quick] [--only REGEX] [--limit SECONDS] [--seed N]
 
 The ratio of a row over 1 GB is the share of the copy bandwidth, which counts bytes read and written, measured in the
-same run. Drawn sizes are those of dense_decode.py; their seed is in the record. Writes dense_bandwidth.json.
+same run. Sizes are drawn, and calls share a plan, as in dense_decode.py; the seed is in the record. Writes
+dense_bandwidth.json.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from cases import DENSE_BANDWIDTH, judge
-from dense_decode import BLOCK, HEADS, TOKENS, Set, drawn_row, filled_cache, input_sets, name_of
-from dense_fp8 import converted_cache, our_calls, v32_cache
+from dense_decode import BLOCK, HEADS, TOKENS, Set, drawn_row, filled_cache, input_sets, name_of, our_calls
+from dense_fp8 import converted_cache, v32_cache
 from harness import Call, Options, Record, copy_of, time_side_by_side
 from inputs import v4_cache
 

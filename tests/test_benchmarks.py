@@ -117,6 +117,20 @@ def test_rows_of_dense_decode(harness, module):
             assert len(held) >= 15
 
 
+def test_calls_of_dense_decode_share_a_plan(harness, module, monkeypatch):
+    """All of a graph share one, and each graph has its own. Any cache and queries may take the place of the sets'."""
+    program = module("dense_decode")
+    plans: list[Any] = []
+    monkeypatch.setattr(program, "planned_dense_decode", lambda *given: plans.append(given[-1]) or given[:2])
+    sets = [{name: f"{name} {n}" for name in ("q", "q8", "k_cache", "table", "lengths")} for n in range(4)]
+    ours = program.our_calls(sets)
+    assert [call() for call in ours] == [(f"q {n}", f"k_cache {n}") for n in range(4)]
+    assert [call() for call in program.our_calls(sets, "rows", "q8")] == [(f"q8 {n}", "rows") for n in range(4)]
+    for call in ours:
+        call()
+    assert [plans.index(plan) for plan in plans] == [0] * 4 + [4] * 4 + [8] * 4
+
+
 def test_rows_over_a_gigabyte(harness, module):
     """Of each format: 16 heads, 1, 2 and 4 query tokens, more than 1 GB; each in the group that it is judged with."""
     program, cases = module("dense_bandwidth"), module("cases")
