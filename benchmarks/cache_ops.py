@@ -218,6 +218,16 @@ def convert_cases(tokens: int, topk: int) -> Iterator[Case]:
         f"convert indices {tokens} x {topk}", cupy_mla.convert_req_index_to_global_index, arrays,
         {"block_size": BLOCK_SIZE}, ("out",), 2 * 4 * tokens * topk,
     )  # fmt: skip
+    # To the front: full lists; and lists of pools of 4 tokens, of which the chosen ones and the tail take a half.
+    gap = torch.randint(0, width * BLOCK_SIZE, (tokens, topk + 3), device="cuda", dtype=torch.int32)
+    gap[:, topk // 2 : topk] = -1
+    for detail, lists in (("", arrays["token_indices"]), (" with gaps", gap)):
+        yield Case(
+            f"convert indices {tokens} x {lists.shape[1]} to the front{detail}",
+            cupy_mla.convert_req_index_to_global_index,
+            {**arrays, "token_indices": lists, "out": torch.zeros_like(lists)},
+            {"block_size": BLOCK_SIZE, "return_valid_counts": True}, ("out",), 2 * 4 * lists.numel(),
+        )  # fmt: skip
 
 
 def pool_cases(tokens: int) -> Iterator[Case]:
