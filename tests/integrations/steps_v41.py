@@ -19,17 +19,18 @@ ORDER = {
     "both": [(0, 1, 302), (1, 1, 41), (2, 7, 278), (4, 20, 130), (3, 3, 9)],
     "short contexts": [(3, 1, 11), (4, 12, 60)],  # all pairs are chosen, but not all tokens
     "trimmed prefills": [(1, 0, 42), (4, 6, 137)],
-    "a trimmed prefill between others": [(0, 1, 514), (2, 5, 290), (3, 0, 60), (1, 4, 47)],
+    "a trimmed prefill between others": [(0, 1, 514), (2, 5, 290), (3, 0, 0), (1, 4, 47)],
     "replayed windows": [(0, 1, 515), (2, 9, 299), (1, 3, 50)],
 }
 REPLAYED = {"replayed windows": [490, 285, 45]}  # requests' first positions with a row of the window
 GUESSED = {
     "guessed tokens": steps_v4.GUESSED,
-    "as many guessed tokens": [(1, 3, 421), (2, 3, 84)],
+    "as many guessed tokens": [(1, 3, 421), (2, 3, 284)],
     "guessed tokens and a prefill": [(0, 3, 304), (1, 2, 422), (4, 9, 146)],
 }
 
 RATIOS = (0, 2, 2, 1, 1, 1, 1)  # of each layer; 0: a sliding window alone
+OTHER_RATIOS = (0, 1, 1, 2, 2, 2, 2)  # candidate blocks of pairs, which the released model does not have
 KV_SOURCES, INDEX_SOURCES, CANDIDATE_SOURCE = (1, 3), (1, 3, 5), 3
 BLOCK, WINDOW_BLOCK = 64, 32
 CANDIDATES = 6  # blocks of 8 keys
@@ -66,6 +67,7 @@ class Asked:
         q: bf16 [T, h, 512], of each layer.
         choices: by index source.
         want: float64 [T, h, 512], of each layer; 0 for tokens that pad.
+        most: query tokens of a decode at most.
     """
 
     query_lens: list[int]
@@ -80,15 +82,16 @@ class Asked:
     q: list[torch.Tensor]
     choices: dict[int, Choice]
     want: list[np.ndarray]
+    most: int
 
     @property
     def num_decodes(self) -> int:
-        return next((r for r, n in enumerate(self.query_lens) if n > 1), len(self.query_lens))
+        return next((r for r, n in enumerate(self.query_lens) if n > self.most), len(self.query_lens))
 
 
-def source(layer: int, sources: tuple[int, ...]) -> int | None:
-    """The last source up to a layer; None for layers with a sliding window alone."""
-    return max(each for each in sources if each <= layer) if RATIOS[layer] else None
+def source(layer: int, sources: tuple[int, ...]) -> int:
+    """The last source up to a layer, which has one."""
+    return max(each for each in sources if each <= layer)
 
 
 class Model:
@@ -101,22 +104,22 @@ class Model:
         chosen, candidates: [MAX_TOKENS, TOPK] and [MAX_TOKENS, CANDIDATES] int32 buffers that layers share.
     """
 
-    def __init__(self, rng: np.random.Generator, heads: int) -> None:
-        self._rng, self.heads = rng, heads
+    def __init__(self, rng: np.random.Generator, heads: int, ratios: tuple[int, ...] = RATIOS) -> None:
+        self._rng, self.heads, self.ratios = rng, heads, ratios
         self._tables = [
             rng.permutation(REQUESTS * n).reshape(REQUESTS, n).astype(np.int32)
             for n in (MAX_LEN // WINDOW_BLOCK, MAX_LEN // BLOCK)
         ]
         window_blocks, blocks = (table.size for table in self._tables)
-        self.windows = [steps_v4.random_cache(rng, window_blocks, WINDOW_BLOCK) for _ in RATIOS]
-        self.compressed = {s: steps_v4.random_cache(rng, blocks, BLOCK // RATIOS[s]) for s in KV_SOURCES}
-        codes = {s: indexers.exact_codes(rng, blocks, BLOCK // RATIOS[s], 128) for s in KV_SOURCES}
+        self.windows = [steps_v4.random_cache(rng, window_blocks, WINDOW_BLOCK) for _ in ratios]
+        self.compressed = {s: steps_v4.random_cache(rng, blocks, BLOCK // ratios[s]) for s in KV_SOURCES}
+        codes = {s: indexers.exact_codes(rng, blocks, BLOCK // ratios[s], 128) for s in KV_SOURCES}
         self._codes = {s: each.reshape(-1, 128) for s, each in codes.items()}
         self.keys = {
             s: torch.from_numpy(indexers.key_cache(each, np.ones(each.shape[:2], np.float32), KEY_GAP))
             for s, each in codes.items()
         }
-        self.sinks = [torch.from_numpy(rng.standard_normal(heads).astype(np.float32)) for _ in RATIOS]
+        self.sinks = [torch.from_numpy(rng.standard_normal(heads).astype(np.float32)) for _ in ratios]
         self.chosen = torch.full((MAX_TOKENS, TOPK), 7, dtype=torch.int32)
         self.candidates = torch.full((MAX_TOKENS, CANDIDATES), 7, dtype=torch.int32)
 
@@ -131,9 +134,10 @@ class Model:
             slots[t] = window_table[r, p // WINDOW_BLOCK] * WINDOW_BLOCK + p % WINDOW_BLOCK
         replay = np.array(REPLAYED.get(name, [0] * len(which)), np.int32)
         asked = Asked(
-            query_lens, seq_lens, starts, requests, positions, slots, table, window_table, replay, [], {}, []
+            query_lens, seq_lens, starts, requests, positions, slots, table, window_table, replay, [], {}, [],
+            3 if name in GUESSED else 1,
         )  # fmt: skip
-        for layer in range(len(RATIOS)):
+        for layer in range(len(self.ratios)):
             if layer in INDEX_SOURCES:
                 asked.choices[layer] = self._choice(layer, asked)
             q = queries(self._rng, tokens, self.heads, 512)
@@ -142,7 +146,7 @@ class Model:
         return asked
 
     def _choice(self, layer: int, asked: Asked) -> Choice:
-        ratio, tokens, own = RATIOS[layer], len(asked.requests), int(asked.starts[-1])
+        ratio, tokens, own = self.ratios[layer], len(asked.requests), int(asked.starts[-1])
         keys_of, size = source(layer, KV_SOURCES), BLOCK // ratio
         q = indexers.exact_codes(self._rng, tokens, INDEX_HEADS, 128)
         weights = indexers.exact_weights(self._rng, tokens, INDEX_HEADS)
@@ -153,7 +157,6 @@ class Model:
             at = np.arange((asked.positions[t] + 1) // ratio)
             if before is not None:
                 at = at[np.isin(at // 8, before[t].numpy())]
-            assert keys_of is not None
             keys = self._codes[keys_of][asked.table[r, at // size] * size + at % size]
             logits = oracle_indexer.logits(q[t], keys, np.ones(len(at)), weights[t])
             best = oracle_indexer.topk(logits, TOPK, 0, len(at))
@@ -177,10 +180,9 @@ class Model:
         at = np.array(oracle_v4.window_of(p, WINDOW, (0, 0), int(asked.replay[r]), asked.seq_lens[r], MAX_LEN))
         named = asked.window_table[r, at // WINDOW_BLOCK] * WINDOW_BLOCK + at % WINDOW_BLOCK
         rows.append(oracle.named_rows(oracle.V4, self.windows[layer].numpy(), named))
-        owner, chooser = source(layer, KV_SOURCES), source(layer, INDEX_SOURCES)
-        if owner is not None and chooser is not None:
-            lists, size = asked.choices[chooser].lists[t].numpy(), BLOCK // RATIOS[layer]
-            at = lists[lists >= 0]
+        if self.ratios[layer]:
+            lists = asked.choices[source(layer, INDEX_SOURCES)].lists[t].numpy()
+            at, size = lists[lists >= 0], BLOCK // self.ratios[layer]
             named = asked.table[r, at // size] * size + at % size
-            rows.append(oracle.named_rows(oracle.V4, self.compressed[owner].numpy(), named))
+            rows.append(oracle.named_rows(oracle.V4, self.compressed[source(layer, KV_SOURCES)].numpy(), named))
         return oracle.attend(q, np.concatenate(rows), SCALE, self.sinks[layer].numpy())[0]

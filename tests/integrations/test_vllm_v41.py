@@ -20,9 +20,11 @@ from tests.integrations.steps_v41 import (  # noqa: E402
     BLOCK,
     CANDIDATE_SOURCE,
     CANDIDATES,
+    GUESSED,
     INDEX_SOURCES,
     KV_SOURCES,
     ORDER,
+    OTHER_RATIOS,
     RATIOS,
     WINDOW_BLOCK,
     Asked,
@@ -39,13 +41,13 @@ def adapter(vllm: None) -> ModuleType:
     return importlib.import_module(f"{plugin.__name__}.deepseek_v41")
 
 
-def made(backend: str | None = None, ranks: int = 1, block: int = 8) -> list[Any]:
+def made(backend: str | None = None, ranks: int = 1, block: int = 8, ratios: tuple[int, ...] = RATIOS) -> list[Any]:
     """The attention of the layers that vLLM's model makes."""
     of = engine(
         model_config=SimpleNamespace(
             max_model_len=MAX_LEN, get_num_attention_heads=lambda parallel: HEADS,
             hf_config=SimpleNamespace(
-                compress_ratios=RATIOS, sliding_window=WINDOW, index_topk=TOPK, kv_source_layer_ids=KV_SOURCES,
+                compress_ratios=ratios, sliding_window=WINDOW, index_topk=TOPK, kv_source_layer_ids=KV_SOURCES,
                 index_source_layer_ids=INDEX_SOURCES, candidate_source_layer_id=CANDIDATE_SOURCE,
                 candidate_topk_blocks=CANDIDATES, candidate_block_size=block,
             ),
@@ -89,7 +91,7 @@ def window_metadata(asked: Asked) -> Any:
 
 
 def key_metadata(asked: Asked, ratio: int) -> Any:
-    """What vLLM's builder makes of a step: decodes, then chunks of two prefills, the second one cut in two."""
+    """What vLLM's builder makes of a step: decodes, then chunks of three prefills, each cut in two."""
     m, decodes, requests = loaded("vllm.v1.attention.backends.mla.indexer"), asked.num_decodes, len(asked.query_lens)
     query_lens, seq_lens = torch.tensor(asked.query_lens), torch.tensor(asked.seq_lens, dtype=torch.int32)
     starts, table = asked.starts.tolist(), torch.from_numpy(asked.table)
@@ -97,15 +99,16 @@ def key_metadata(asked: Asked, ratio: int) -> Any:
     decode, chunks = None, []
     if decodes:
         lens = query_lens[:decodes]
-        seen = (seq_lens[:decodes, None] // ratio).int()
+        most = max(int(lens.max()), 1)
+        seen = ((seq_lens[:decodes, None] - most + 1 + torch.arange(most)).clamp(min=0) // ratio).int()
         decode = m.DeepSeekV32IndexerDecodeMetadata(table[:decodes], seen, lens, bool(lens.min() != lens.max()), None)
-    for start in range(decodes, requests, 2):
-        end = min(start + 2, requests)
+    for start in range(decodes, requests, 3):
+        end = min(start + 3, requests)
         keys = torch.cat([torch.zeros(1), (seq_lens[start:end] // ratio).cumsum(0)]).int()
         tokens = torch.arange(starts[start], starts[end])
         ks = keys[torch.from_numpy(asked.requests)[tokens].long() - start]
         ke = (ks + (torch.from_numpy(asked.positions)[tokens] + 1) // ratio).int()
-        cut = len(tokens) // 2 if start > decodes else 0
+        cut = len(tokens) // 2
         for begin, stop in ((0, cut), (cut, len(tokens))):
             if begin < stop and keys[-1] > 0:
                 chunks.append(
@@ -126,15 +129,21 @@ def metadata_of(layers: list[Any], asked: Asked) -> dict[str, Any]:
     metadata = {layer.swa_cache_layer.prefix: windows for layer in layers}
     for number in KV_SOURCES:
         metadata[layers[number].prefix] = compressed(torch.from_numpy(asked.table), BLOCK)
-        metadata[layers[number].indexer.k_cache.prefix] = key_metadata(asked, RATIOS[number])
+        metadata[layers[number].indexer.k_cache.prefix] = key_metadata(asked, layers[number].compress_ratio)
     return metadata
 
 
-def test_steps(adapter, rng) -> None:
-    """Beside float64: decodes, prefills, both, requests without query tokens, and windows that begin late."""
-    model = Model(rng, HEADS)
-    layers = holding(made(), model)
-    for name in ORDER:
+@pytest.mark.parametrize(
+    ("ratios", "names"),
+    [(RATIOS, [*ORDER, *GUESSED]), (OTHER_RATIOS, ["both", *GUESSED])],
+    ids=["as released", "others"],
+)
+def test_steps(adapter, rng, ratios: tuple[int, ...], names: list[str]) -> None:
+    """Beside float64: decodes, prefills, both, requests without query tokens, windows that begin late, guessed
+    tokens."""
+    model = Model(rng, HEADS, ratios)
+    layers = holding(made(ratios=ratios), model)
+    for name in names:
         asked = model.step(name)
         loaded("vllm.forward_context").context.attn_metadata = metadata_of(layers, asked)
         model.candidates.fill_(HOSTILE)

@@ -119,11 +119,13 @@ def drive(rng: np.random.Generator, made: Any) -> None:
         parallel_drafting=False,
     )  # fmt: skip
     config.num_speculative_tokens = 2
-    config.compilation_config.static_forward_context.clear()
-    layers = layers_of(ours, config, model)
-    builders = builders_of(layers, config)
-    for name in steps_v41.GUESSED:
-        step(layers, builders, model, model.step(name))
+    for native in (False, True):  # where DeepGEMM takes requests with several query tokens, or each as a request
+        vars(keys)["_supports_native_decode"] = lambda n, native=native: native
+        config.compilation_config.static_forward_context.clear()
+        layers = layers_of(ours, config, model)
+        builders = builders_of(layers, config)
+        for name in steps_v41.GUESSED:
+            step(layers, builders, model, model.step(name))
     print(f"{len(steps_v41.GUESSED)} steps of DeepSeek-V4.1's layers with guessed tokens")
     draft(layers[0], builders[layers[0].swa_cache_layer.prefix], model)
     print("a draft model's layer")
