@@ -54,7 +54,9 @@ def vllm(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(package.parent))
     yield
-    with_vllm = ("sparse_mla", "indexer", "fused", "deepseek_v4", "short", "dense_mla", "warm")
+    with_vllm = (
+        "sparse_mla", "indexer", "fused", "v4_layers", "deepseek_v4", "deepseek_v41", "short", "dense_mla", "warm",
+    )  # fmt: skip
     adapters = [f"{plugin.__name__}.{name}" for name in with_vllm]
     for name in with_vllm:
         vars(plugin).pop(name, None)

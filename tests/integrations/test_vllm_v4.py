@@ -163,7 +163,7 @@ def test_vllms_indexer_stays(adapter, rng, caplog, lacking: dict[str, Any]) -> N
     assert choose(choosing(held), asked, None) == "stock"
     op = loaded("vllm.model_executor.layers.sparse_attn_indexer").SparseAttnIndexer(**lacking)
     assert caplog.records == []
-    adapter.indexer.adopt_v4(op)
+    importlib.import_module(f"{plugin.__name__}.indexer").adopt_v4(op)
     assert choose(op, asked, SimpleNamespace()) == "stock"
     (record,) = caplog.records
     assert "leaves the indexer to vLLM" in record.getMessage()

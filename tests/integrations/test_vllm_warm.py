@@ -157,6 +157,27 @@ def test_deepseek_v4(vllm, asked, monkeypatch, heads: int, written: int) -> None
     assert len(asked) == 3
 
 
+def test_deepseek_v41(vllm, asked, monkeypatch) -> None:
+    """As V4. Some kinds of layers share caches and lists; their kernels are the same."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    make = importlib.import_module(f"{plugin.__name__}.deepseek_v41").DeepseekV41ForCausalLM
+    text = {
+        "index_topk": 512, "sliding_window": 96, "compress_ratios": (0, 0, 2, 2, 1, 1), "kv_source_layer_ids": (2, 4),
+        "index_source_layer_ids": (2, 4, 5), "candidate_source_layer_id": 4, "candidate_topk_blocks": 64,
+        "candidate_block_size": 8,
+    }  # fmt: skip
+    of = engine(
+        model_config=model_of(16, **text), parallel_config=SimpleNamespace(prefill_context_parallel_size=1),
+        device_config=SimpleNamespace(device_type="cuda"), attention_config=SimpleNamespace(backend=None),
+    )  # fmt: skip
+    make(vllm_config=of)
+    assert [(config.model, config.compress_ratio, config.block_size) for config, _ in asked] == [
+        ("v41", 0, 64), ("v41", 2, 64), ("v41", 1, 64),
+    ]  # fmt: skip
+    for config, _ in asked:
+        assert (config.num_heads, config.topk, config.window, config.cache_layout) == (16, 512, 96, "v4_fp8")
+
+
 @pytest.mark.long(sample=2)
 @pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])
 @pytest.mark.parametrize("heads", [16, 64])
