@@ -8,7 +8,7 @@ makes of the program what a run needs: the constant bytes of parameter structs, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, repeat
+from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ from ..arrays import HOST, Array, aligned_up, arrays_in
 from ..bridges import Place, dense_strides, describe, place_at, require_apart
 from ..cuda import driver
 from ..cuda.kernel import Kernel
-from ..cuda.program import Buffer, Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Step, argument_buffers
+from ..cuda.program import Buffer, Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Step, argument_pointers
 from ..cuda.structs import picker
 from .graph import LaunchGraph, launch_graph
-from .key import ReadArrays, partition_of
+from .key import ReadArrays, partition_of, starts_of
 from .plan import PlanMemory
 from .scratch import ScratchMemory, scratch_memory
 
@@ -126,25 +126,22 @@ def _run_body(
         the place, which has the program; descriptions of the caller's arrays; the arguments with these in the arrays'
         places; what the body returned; the arrays; and their addresses.
     """
-    numbers, library, arrays_of, _, _ = partition_of(tuple(map(type, values)))
-    names_of_arrays, objs = arrays_of(names), arrays_of(values)
-    buffers, arrays = argument_buffers(names_of_arrays), None
+    _, library, arrays_of, _, with_others, _ = partition_of(tuple(map(type, values)))
+    names_of_arrays, objs, arrays = arrays_of(names), arrays_of(values), None
     device = None if library is None else library.device_of(objs[0])
     if given is not None and library is not None and device not in (None, HOST):
-        _, facts, addresses = given
-        place = CallPlace.at(place_at(library.name, device), len(buffers))
-        arrays = library.described(names_of_arrays, objs, facts, place, [*map(Pointer, buffers, repeat(0), addresses)])
+        _, facts, addresses, starts = given
+        place = CallPlace.at(place_at(library.name, device), len(objs))
+        arrays = library.described(names_of_arrays, objs, facts, place, argument_pointers(names_of_arrays, starts))
     if arrays is None:  # described one by one, they raise the error that names the argument
         arrays = [*map(describe, names_of_arrays, objs)]
         addresses = [array.ptr for array in arrays]
         on_gpu = next(filter(_ON_GPU, map(_PLACE, arrays)))
         place = CallPlace.at(on_gpu, len(arrays))
-        for array, buffer in zip(arrays, buffers, strict=True):
-            array.ptr = Pointer(buffer, 0, array.ptr)  # type: ignore[assignment]
+        for array, pointer in zip(arrays, argument_pointers(names_of_arrays, starts_of(addresses)), strict=True):
+            array.ptr = pointer  # type: ignore[assignment]
             array.place = place if array.place is on_gpu else array.place
-    values = [*values]
-    for number, array in zip(numbers, arrays, strict=True):
-        values[number] = array
+    values = with_others((*values, *arrays))
     by_place = len(values) - keywords
     result = function(*values[:by_place], **dict(zip(names[by_place:], values[by_place:], strict=True)))
     return place, arrays, values, result, objs, addresses
@@ -291,7 +288,7 @@ class Prepared:
                 packer, fields, between = params.of.split(params.values, RUN_FIELDS)
                 picked = [0] * (len(fields) + len(between))
                 picked[::2] = self._add_items(between)
-                picked[1::2] = [*map(self._number_of, fields)]
+                picked[1::2] = [self._number_of(field) if field.number is None else field.number for field in fields]
                 packing = packers[id(params)] = packer.pack, picker(picked)
             made.append(_Launch(kernel.submitter(self.device), *grid, cluster, *packing))
             launches += 1
@@ -308,20 +305,17 @@ class Prepared:
         return range(start, start + len(items))
 
     def _number_of(self, field: Any) -> int:
-        """The number of the item that goes into a field of the types `RUN_FIELDS`."""
-        if type(field) is Pointer:
-            start = field.buffer.number
-            if start is not None and not field.offset:
-                return start
-        else:
-            if type(field) is Nonce:
-                self._nonces += self._add_items((0,))
-                return self._nonces[-1]
+        """The number of the item that goes into a field of the types `RUN_FIELDS`, except the start of an array."""
+        if type(field) is Nonce:
+            self._nonces += self._add_items((0,))
+            return self._nonces[-1]
+        if type(field) is PlanField:
             if self._plans is None:
                 self._plans, self._plan_key = PlanMemory(self._library, self.device), field.key
                 self._is_capturing = driver.runtime().streamIsCapturing
             return self._scratch_number + 1 + (field.name == "filled")
         buffer, offset = field.buffer, field.offset
+        start = buffer.number
         if start is None:
             start = self._scratch_number
             if buffer not in self._scratch_offsets:
