@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ...arguments import Decode, DenseDecode, Prefill
@@ -102,9 +103,40 @@ def params_of(
     )  # fmt: skip
 
 
-def aligned_rows(layout: Layout, cache: Array) -> bool:
-    """True when every row of a paged cache starts at a multiple of 16 bytes. In quantized caches the layout says how
-    far rows are apart."""
-    if not layout.quantized:
-        return cache.aligned(16)
-    return cache.ptr % 16 == 0 and layout.row_stride % 16 == 0 and (cache.shape[0] <= 1 or cache.strides[0] % 16 == 0)
+class PagedRows(NamedTuple):
+    """The rows of a paged cache.
+
+    Attributes:
+        aligned: every row starts at a multiple of 16 bytes. In quantized caches the layout says how far rows are apart.
+        flat: one stride leads from each row to the next, also from block to block.
+        fields: fields of `struct Source`.
+    """
+
+    aligned: bool
+    flat: bool
+    fields: dict[str, int]
+
+    @classmethod
+    def of(cls, layout: Layout, cache: Array) -> PagedRows:
+        """Those of a cache."""
+        return _paged_rows(layout, cache.dtype.itemsize, cache.shape, cache.strides, cache.ptr % 16)
+
+    def source(self, cache: Array, indices: Array, length: Array | None) -> Packed:
+        """`struct Source` of the cache and its index lists."""
+        return structs.SOURCE(
+            **self.fields, cache=cache.ptr, indices=indices.ptr, lengths=pointer(length),
+            index_stride_b=indices.strides[0], index_stride_s=indices.strides[1], topk=indices.shape[2],
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _paged_rows(layout: Layout, size: int, shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> PagedRows:
+    """`PagedRows.of` a cache of items of `size` bytes, whose address modulo 16 is `start`. The caches of a process have
+    few shapes."""
+    num_blocks, block_size, _ = shape
+    block_stride, row_stride = strides[0] * size, strides[1] * size
+    flat = num_blocks <= 1 or block_stride == block_size * row_stride
+    apart = layout.row_stride if layout.quantized else row_stride * (block_size > 1)
+    aligned = not (start % 16 or apart % 16 or block_stride * (num_blocks > 1) % 16)
+    fields = {"block_stride": block_stride, "row_stride": row_stride, "num_slots": num_blocks * block_size}
+    return PagedRows(aligned, flat, {**fields, "block_size": block_size})
