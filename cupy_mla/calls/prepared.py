@@ -8,7 +8,7 @@ makes of the program what a run needs: the constant bytes of parameter structs, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import count, groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from ..arrays import HOST, Array, aligned_up, arrays_in
 from ..bridges import Place, dense_strides, describe, place_at, require_apart
 from ..cuda import driver
 from ..cuda.kernel import Kernel
-from ..cuda.program import Buffer, Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Step, argument_pointers
+from ..cuda.program import Buffer, Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Step
 from ..cuda.structs import picker
 from .graph import LaunchGraph, launch_graph
 from .key import ReadArrays, partition_of, starts_of
@@ -29,7 +29,7 @@ RUN_FIELDS = frozenset((Pointer, Nonce, PlanField))  # the types of fields that 
 
 _PLACE, _READ, _WRITTEN = map(attrgetter, ("place", "read", "written"))
 _WANTS_GRADIENT = attrgetter("wants_gradient")
-_ON_GPU = attrgetter("on_gpu")
+_ON_GPU, _NUMBER = map(attrgetter, ("on_gpu", "number"))
 
 
 class CallPlace(Place):
@@ -56,8 +56,8 @@ class CallPlace(Place):
 
     def new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """The description of a result, which each run allocates."""
-        buffer = Buffer(name, self.arrays + len(self.results), shape, dtype)
-        array = Array(name, buffer, self, dtype, shape, dense_strides(shape), Pointer(buffer))  # type: ignore[arg-type]
+        pointer: Any = Pointer.to(name, self.arrays + len(self.results))
+        array = Array(name, pointer.buffer, self, dtype, shape, dense_strides(shape), pointer)
         self.results.append(array)
         return array
 
@@ -132,13 +132,15 @@ def _run_body(
     if given is not None and library is not None and device not in (None, HOST):
         _, facts, addresses, starts = given
         place = CallPlace.at(place_at(library.name, device), len(objs))
-        arrays = library.described(names_of_arrays, objs, facts, place, argument_pointers(names_of_arrays, starts))
+        pointers = map(Pointer.to, names_of_arrays, count(), starts)
+        arrays = library.described(names_of_arrays, objs, facts, place, pointers)
     if arrays is None:  # described one by one, they raise the error that names the argument
         arrays = [*map(describe, names_of_arrays, objs)]
         addresses = [array.ptr for array in arrays]
         on_gpu = next(filter(_ON_GPU, map(_PLACE, arrays)))
         place = CallPlace.at(on_gpu, len(arrays))
-        for array, pointer in zip(arrays, argument_pointers(names_of_arrays, starts_of(addresses)), strict=True):
+        pointers = map(Pointer.to, names_of_arrays, count(), starts_of(addresses))
+        for array, pointer in zip(arrays, pointers, strict=True):
             array.ptr = pointer  # type: ignore[assignment]
             array.place = place if array.place is on_gpu else array.place
     values = with_others((*values, *arrays))
@@ -152,20 +154,22 @@ _Span = tuple[int, int, int, str]
 
 
 def _overlap_checks(given: Sequence[Array]) -> list[tuple[_Span, int, list[_Span]]]:
-    """For every array that is written: its bytes; the number of the input that it may be, or -1; and the arrays that it
+    """For every array that is written: its span; the number of the input that it may be, or -1; and the arrays that it
     must not overlap.
 
     Args:
         given: all arrays that the launcher of a call got.
     """
-    given = [a for a in given if type(a.obj) is not Buffer]
-    others: list[_Span] = [(a.ptr.buffer.number, *a.extent(), a.name) for a in given]  # type: ignore[attr-defined]
+    others: dict[Array, _Span] = {
+        a: (a.ptr.number, *a.extent(), a.name)  # type: ignore[attr-defined]
+        for a in given
+        if type(a.obj) is not Buffer
+    }
     found = []
-    for a, span in [*zip(given, others, strict=True)]:
-        if a.written:
-            others.remove(span)
-            alike = a.may_be is not None and (a.shape, a.strides) == (a.may_be.shape, a.may_be.strides)
-            found.append((span, a.may_be.ptr.buffer.number if alike else -1, [*others]))  # type: ignore[union-attr]
+    for a in filter(_WRITTEN, [*others]):
+        span = others.pop(a)
+        alike = a.may_be is not None and (a.shape, a.strides) == (a.may_be.shape, a.may_be.strides)
+        found.append((span, a.may_be.ptr.number if alike else -1, [*others.values()]))  # type: ignore[union-attr]
     return found
 
 
@@ -288,7 +292,11 @@ class Prepared:
                 packer, fields, between = params.of.split(params.values, RUN_FIELDS)
                 picked = [0] * (len(fields) + len(between))
                 picked[::2] = self._add_items(between)
-                picked[1::2] = [self._number_of(field) if field.number is None else field.number for field in fields]
+                numbers = [*map(_NUMBER, fields)]
+                while None in numbers:
+                    i = numbers.index(None)
+                    numbers[i] = self._number_of(fields[i])
+                picked[1::2] = numbers
                 packing = packers[id(params)] = packer.pack, picker(picked)
             made.append(_Launch(kernel.submitter(self.device), *grid, cluster, *packing))
             launches += 1

@@ -30,7 +30,7 @@ class Buffer:
     Attributes:
         name: for error messages and debugging.
         number: the place among the call's arrays, results behind the arguments; None: it is scratch memory.
-        shape, dtype: those of a result or of scratch memory.
+        shape, dtype: those of scratch memory.
     """
 
     __slots__ = ("dtype", "name", "number", "shape")
@@ -84,6 +84,12 @@ class Pointer:
         self.start = start
         self.number = None if offset else buffer.number
 
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def to(name: str, number: int, start: int = 0) -> Pointer:
+        """The pointer to an argument or a result."""
+        return Pointer(Buffer(name, number), 0, start)
+
     def __add__(self, nbytes: int) -> Pointer:
         return Pointer(self.buffer, self.offset + nbytes, self.start)
 
@@ -97,12 +103,6 @@ class Pointer:
 
     def __repr__(self) -> str:
         return f"{self.buffer!r} + {self.offset}"
-
-
-@lru_cache(maxsize=1024)
-def argument_pointers(names: tuple[str, ...], starts: tuple[int, ...]) -> tuple[Pointer, ...]:
-    """The pointers to a call's arrays, whose addresses modulo ALIGNMENT are `starts`."""
-    return tuple(Pointer(Buffer(name, i), 0, start) for i, (name, start) in enumerate(zip(names, starts, strict=True)))
 
 
 class Nonce:
