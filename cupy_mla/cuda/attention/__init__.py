@@ -12,7 +12,7 @@ from ..driver import Gpu
 from ..paging import pointer
 from ..program import Plan, Program
 from . import choose
-from .call import ALIGNED_ROWS, ALIKE, DECODE, NO_SOURCE, Call, PagedRows, decode_fields, params_of
+from .call import ALIGNED_ROWS, ALIKE, DECODE, Call, PagedRows, decode_fields, fields_of
 from .divide import Whole
 from .kernels.bf16_grouped_sm90 import LEAST_SCALE
 from .problem import Problem
@@ -40,12 +40,12 @@ def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
         block_stride=stride, block_size=size,
     )  # fmt: skip
     q, out, lse = a.q.strides, a.out.strides, a.lse.strides
-    fields = {
+    sizes = {
         "q_b": q[0], "q_s": 0, "q_h": q[1], "out_b": out[0], "out_s": 0, "out_h": out[1], "lse_b": lse[0], "lse_s": 0,
         "lse_h": lse[1], "max_logits": a.max_logits.ptr, "s_q": 1, "h_q": h_q, "num_queries": s_q,
     }  # fmt: skip
-    params = params_of(problem, a, main, NO_SOURCE, fields, aligned * ALIGNED_ROWS)
-    return _program(problem, Call(params, topk, s_kv, a.length))
+    fields = fields_of(problem, a, main, sizes, aligned * ALIGNED_ROWS)
+    return _program(problem, Call(fields, topk, s_kv, a.length))
 
 
 def sparse_decode(
@@ -62,12 +62,11 @@ def sparse_decode(
         return ()
     length, ends = (None, a.length) if padded else (a.length, None)
     rows = PagedRows.of(a.layout, a.cache)
-    main, extra, extra_entries = rows.source(a.cache, a.indices, length), NO_SOURCE, 0
-    aligned, flat = rows.aligned, rows.flat
+    sizes, aligned, flat, extra_entries = decode_fields(a), rows.aligned, rows.flat, 0
     if a.extra is not None and a.extra_indices is not None:
         of_extra = PagedRows.of(a.extra_layout or a.layout, a.extra)
-        extra, extra_entries = of_extra.source(a.extra, a.extra_indices, a.extra_length), a.extra_indices.shape[2]
-        aligned, flat = aligned and of_extra.aligned, False
+        sizes["extra"] = of_extra.source(a.extra, a.extra_indices, a.extra_length)
+        aligned, flat, extra_entries = aligned and of_extra.aligned, False, a.extra_indices.shape[2]
     kernel, division = choose.asked()
     problem = Problem(
         gpu, a.layout, False, h_q, b * s_q, a.indices.shape[2], extra_entries,
@@ -76,8 +75,8 @@ def sparse_decode(
         extra_layout=a.extra_layout,
     )  # fmt: skip
     flags = aligned * ALIGNED_ROWS | DECODE | padded * ALIKE
-    params = params_of(problem, a, main, extra, decode_fields(a), flags)
-    return _program(problem, Call(params, problem.entries, rows.fields["num_slots"], length, ends, plan))
+    fields = fields_of(problem, a, rows.source(a.cache, a.indices, length), sizes, flags)
+    return _program(problem, Call(fields, problem.entries, rows.fields["num_slots"], length, ends, plan))
 
 
 def decode_splits(problem: Problem) -> int:

@@ -26,7 +26,7 @@ class Call(NamedTuple):
     """The arguments of one call of attention.
 
     Attributes:
-        params: `struct AttentionParams`; the fields that depend on kernel and division are still to be filled in.
+        fields: fields of `struct AttentionParams`, as of `fields_of`.
         topk: entries of a main list.
         num_slots: rows of the main cache: entries are below it.
         lengths: lengths of the main lists; None: they have none.
@@ -34,12 +34,16 @@ class Call(NamedTuple):
         plan: the plan that the layers of a step share; None: there is none.
     """
 
-    params: Packed
+    fields: dict[str, Any]
     topk: int
     num_slots: int
     lengths: Array | None = None
     ends: Array | None = None
     plan: Plan | None = None
+
+    def packed(self, **fields: Any) -> Packed:
+        """`struct AttentionParams`, with fields that depend on kernel and division."""
+        return structs.ATTENTION(**{**self.fields, **fields})
 
     def plan_fields(self, problem: Problem, heads: int, ctas: int) -> dict[str, Any]:
         """Fields that say where lists end and where the plan lies.
@@ -56,16 +60,18 @@ class Call(NamedTuple):
 
     def end_fields(self) -> dict[str, Any]:
         """Fields that say where lists end."""
-        return {} if self.ends is None else {"main.lengths": self.ends.ptr}
+        return {} if self.ends is None else {"main": self.fields["main"].replaced(lengths=self.ends.ptr)}
 
 
 # `struct Source` where there is no extra cache.
 NO_SOURCE = structs.SOURCE(**{name: int(name == "block_size") for name in structs.SOURCE.index})
 
-# Fields of `struct AttentionParams` that depend on kernel and division: what they are until a kernel replaces them.
-NOT_DIVIDED: dict[str, int] = {
+# Fields of `struct AttentionParams` that depend on kernel and division: what they are where a kernel does not replace
+# them. And the extra cache, where there is none.
+NOT_DIVIDED: dict[str, Any] = {
     **dict.fromkeys(("part_out", "part_lse", "part_max", "cluster_parts", "order", "ready", "nonce"), 0),
     **dict.fromkeys(("least_split", "item_cost", "cut_cost", "whole_items", "plan_filled", "plan"), 0), "num_splits": 1,
+    "extra": NO_SOURCE,
 }  # fmt: skip
 
 
@@ -79,28 +85,24 @@ def decode_fields(a: Decode | DenseDecode) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def params_of(
-    problem: Problem | DenseProblem,
-    a: Prefill | Decode | DenseDecode,
-    main: Packed,
-    extra: Packed,
-    fields: dict[str, Any],
-    flags: int,
-) -> Packed:
-    """`struct AttentionParams`; kernel and division fill in the fields of `NOT_DIVIDED`.
+def fields_of(
+    problem: Problem | DenseProblem, a: Prefill | Decode | DenseDecode, main: Packed, sizes: dict[str, Any], flags: int
+) -> dict[str, Any]:
+    """Fields of `struct AttentionParams`; kernel and division replace those of `NOT_DIVIDED`.
 
     Args:
-        main, extra: `struct Source` of both caches.
-        fields: sizes and strides, as of `decode_fields`.
+        main: `struct Source` of the main cache.
+        sizes: sizes and strides, as of `decode_fields`.
         flags: those that say something about the caches and the kind of call.
     """
     wide_out = a.out.aligned(16)
     flags |= WIDE_OUT * wide_out | ALIGNED_OUT * (wide_out or a.out.aligned(4))
     flags |= ALIGNED_Q * (problem.aligned or a.q.aligned(4)) | E4M3_Q * (a.q.dtype.itemsize == 1)
-    return structs.ATTENTION(
-        **NOT_DIVIDED, **fields, main=main, extra=extra, q=a.q.ptr, out=a.out.ptr, lse=a.lse.ptr, sink=pointer(a.sink),
-        scale_log2=a.sm_scale * LOG2_E, flags=flags, q_scale=call_scale(a.q_scale), k_scale=call_scale(a.k_scale),
-    )  # fmt: skip
+    return {
+        **NOT_DIVIDED, **sizes, "main": main, "q": a.q.ptr, "out": a.out.ptr, "lse": a.lse.ptr, "sink": pointer(a.sink),
+        "scale_log2": a.sm_scale * LOG2_E, "flags": flags, "q_scale": call_scale(a.q_scale),
+        "k_scale": call_scale(a.k_scale),
+    }  # fmt: skip
 
 
 class PagedRows(NamedTuple):

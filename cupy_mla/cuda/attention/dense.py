@@ -14,7 +14,7 @@ from ..driver import Gpu
 from ..paging import block_table, divisor
 from ..program import Plan, Program
 from . import choose, times
-from .call import ALIGNED_ROWS, DECODE, INVARIANT, NO_SOURCE, PagedRows, decode_fields, params_of
+from .call import ALIGNED_ROWS, DECODE, INVARIANT, PagedRows, decode_fields, fields_of
 from .kernels import (
     dense_cluster_sm90,
     dense_fp8_sm90,
@@ -63,7 +63,7 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False, pla
     )  # fmt: skip
     flags = of_cache.aligned * ALIGNED_ROWS | DECODE | batch_invariant * INVARIANT
     params = structs.DENSE(
-        params_of(problem, a, main, NO_SOURCE, decode_fields(a), flags), table=block_table(a.block_table, block_size),
+        **fields_of(problem, a, main, decode_fields(a), flags), table=block_table(a.block_table, block_size),
         num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=a.window, num_shares=0,
         shares=0,
     )  # fmt: skip

@@ -125,5 +125,5 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch: a CTA for each share."""
     division = division.filled(problem, problem.gpu.sms, LEAST_SPLIT)
     fields = division.fields(problem, division.heads * HALF_PARTIAL_BYTES)
-    params = call.params.replaced(num_splits=division.num_splits, **fields)
+    params = call.packed(num_splits=division.num_splits, **fields)
     return [Launch(kernel(problem.layout), (division.ctas, 1, 1), params)]

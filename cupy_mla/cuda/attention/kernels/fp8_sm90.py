@@ -222,7 +222,7 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     heads, cta_bytes = division.heads, division.heads * HALF_PARTIAL_BYTES
     fields: dict[str, Any]
     if isinstance(division, Clusters):
-        params = call.params.replaced(num_splits=division.num_splits, **division.memory(problem, cta_bytes))
+        params = call.packed(num_splits=division.num_splits, **division.memory(problem, cta_bytes))
         grid = (problem.items(heads) * division.cluster, 1, 1)
         variant_of_clusters = kernel(problem.layout, heads, CLUSTERS, problem.extra_layout)
         return [Launch(variant_of_clusters, grid, params, division.cluster)]
@@ -238,7 +238,7 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     else:
         variant = TEAMS if isinstance(division, Teams) else SEGMENTS
         ctas, fields = division.grid(problem), division.memory(problem, cta_bytes)
-    params = call.params.replaced(num_splits=division.num_splits, **fields)
+    params = call.packed(num_splits=division.num_splits, **fields)
     return [Launch(kernel(problem.layout, heads, variant, problem.extra_layout), (ctas, 1, 1), params)]
 
 

@@ -154,7 +154,7 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
 def program(problem: Problem, division: Any, call: Call, limit: int) -> Program:
     """The launch with `limit` KB of shared memory, and the merge of its splits."""
     attention = launch(
-        problem, division, call.params, kernel(problem.layout, division.heads, limit, extra=problem.extra_layout)
+        problem, division, call.packed(), kernel(problem.layout, division.heads, limit, extra=problem.extra_layout)
     )
     return [attention, combine.launch(problem, attention.params)] if division.num_splits > 1 else [attention]
 
