@@ -115,10 +115,9 @@ def _boundary_times(pairs: int, ctas: int) -> tuple[np.ndarray, np.ndarray, np.n
     """
     cost = np.arange(ctas) * (ITEM_COST + PAIR_COST * pairs) // ctas
     pair = np.minimum(nearest_pair(cost, ITEM_COST), pairs)
-    ends = [pair == 0, pair == pairs]
-    whole = SLOWEST_ITEM + PAIR_COST * pairs
-    before = np.select(ends, [0, whole], PAIR_COST * pair - SLOWEST_CUT)
-    return pair, before, np.select(ends, [0, whole], SLOWEST_ITEM + PAIR_COST * pair + SLOWEST_CUT)
+    first, last, whole = pair == 0, pair == pairs, SLOWEST_ITEM + PAIR_COST * pairs
+    before = np.where(first, 0, np.where(last, whole, PAIR_COST * pair - SLOWEST_CUT))
+    return pair, before, np.where(first, 0, np.where(last, whole, SLOWEST_ITEM + PAIR_COST * pair + SLOWEST_CUT))
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

@@ -281,6 +281,6 @@ def _boundary_times(pairs: int) -> tuple[int, np.ndarray, np.ndarray]:
         of the item that the share which ends there takes.
     """
     pair, whole = np.arange(pairs + 1), 100 * pairs + SHARE_ITEM + SHARE_RESULTS
-    ends = [pair < LEAST_SPLIT, pair > pairs - LEAST_SPLIT]
-    begin = np.select(ends, [0, whole], 100 * pair - SHARE_MERGED)
-    return whole, begin, np.select(ends, [0, whole], 100 * pair + SHARE_ITEM + SHARE_LEFT)
+    first, last = pair < LEAST_SPLIT, pair > pairs - LEAST_SPLIT
+    begin = np.where(first, 0, np.where(last, whole, 100 * pair - SHARE_MERGED))
+    return whole, begin, np.where(first, 0, np.where(last, whole, 100 * pair + SHARE_ITEM + SHARE_LEFT))
