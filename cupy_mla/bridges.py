@@ -48,7 +48,7 @@ Comparison = Callable[[Sequence[Any]], list[int] | None]  # of `Library.comparis
 
 # Made once: to look up the libraries' functions takes longer than to call them.
 _cupy_maker, _torch_maker = cache(private.cupy_empty), cache(private.torch_empty)
-_torch_stream_reader = cache(private.torch_stream_reader)
+_torch_stream_reader, _torch_device_reader = cache(private.torch_stream_reader), cache(private.torch_device_reader)
 
 # Attributes that are read of many arrays by `map`: no Python function is called for each.
 _NAME, _PLACE, _WRITTEN = map(attrgetter, ("name", "place", "written"))
@@ -434,7 +434,7 @@ class TorchLibrary(Library):
         return sys.modules["torch"].cuda.device(device)
 
     def device_reader(self) -> Callable[[], int]:
-        return private.torch_device_reader()
+        return _torch_device_reader()
 
     def stream_reader(self, device: int) -> Callable[[], int]:
         return _torch_stream_reader(device)

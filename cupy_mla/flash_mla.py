@@ -214,7 +214,7 @@ def flash_mla_with_kvcache(
     settings = (
         head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, meta.shapes, meta.num_splits, kv_format,
     )  # fmt: skip
-    scales = {} if descale_q is descale_k is None else {"q_scale": descale_q, "k_scale": descale_k}
+    scales = {} if descale_q is None and descale_k is None else {"q_scale": descale_q, "k_scale": descale_k}
     if indices is None:
         _require_no_lists(
             topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
@@ -230,7 +230,8 @@ def flash_mla_with_kvcache(
             q, k_cache, block_table, cache_seqlens, meta.plan, settings, **given
         )
         return out, lse
-    if attn_sink is topk_length is extra_k_cache is extra_indices_in_kvcache is extra_topk_length is out is None:
+    absent = attn_sink is None and topk_length is None and extra_k_cache is None and extra_indices_in_kvcache is None
+    if absent and extra_topk_length is None and out is None:
         others = scales  # the usual call, which has less host time without the dictionary below
     else:
         others = {
@@ -396,7 +397,7 @@ def _with_kvcache(
     extra_bytes = getattr(given.extra_k_cache, "shape", (None,))[-1]
     door, shapes = asked.door(extra_bytes), _shapes(given)
     _require_planned(asked.planned, shapes)
-    if not given.topk_length is given.extra_topk_length is given.extra_k_cache is None:
+    if given.topk_length is not None or given.extra_topk_length is not None or given.extra_k_cache is not None:
         plan = None  # with lengths or an extra cache the lists of later calls may end elsewhere
     scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
     out, lse = attention.decode(given, scale, asked.num_splits, asked.batch_invariant, plan, door=door)

@@ -193,7 +193,7 @@ class Calls:
             head, values: as for `key_of`.
             args, kwargs: the same arguments as the caller gave them.
         """
-        if self._differentiable and any(map(_wants_gradient, values)):
+        if self._differentiable and any(map(_wants_gradient, partition_of(tuple(map(type, values))).arrays_of(values))):
             named = {**dict(zip(self._positional, args, strict=False)), **kwargs}
             if all(named.get(result) is None for result in self._differentiable):
                 return in_graph(self._function.__name__)(*args, **kwargs)

@@ -384,7 +384,8 @@ def decode(
     out, lse, q_scale, k_scale = rest
     require_known()
     extra_name = door.name("extra_indices")
-    if not extra_k_cache is extra_indices is extra_topk_length is door.extra_layout is None:
+    of_extra = extra_k_cache is not None or extra_indices is not None or extra_topk_length is not None
+    if of_extra or door.extra_layout is not None:
         require_together(**{"extra_k_cache": extra_k_cache, extra_name: extra_indices})
         if door.extra_layout is not None and extra_k_cache is None:
             raise ValueError(f"{door.name('extra_layout')} was given without extra_k_cache")
