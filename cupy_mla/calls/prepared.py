@@ -153,18 +153,11 @@ def _run_body(
 _Span = tuple[int, int, int, str]
 
 
-def _overlap_checks(given: Sequence[Array]) -> list[tuple[_Span, int, list[_Span]]]:
-    """For every array that is written: its span; the number of the input that it may be, or -1; and the arrays that it
-    must not overlap.
-
-    Args:
-        given: all arrays that the launcher of a call got.
-    """
-    others: dict[Array, _Span] = {
-        a: (a.ptr.number, *a.extent(), a.name)  # type: ignore[attr-defined]
-        for a in given
-        if type(a.obj) is not Buffer
-    }
+def _overlap_checks(place: CallPlace) -> list[tuple[_Span, int, list[_Span]]]:
+    """For every array of the caller that is written: its bytes; the number of the input that it may be, or -1; and the
+    arrays that it must not overlap."""
+    given = [a for a in place.given if a not in place.results] if place.results else place.given
+    others: dict[Array, _Span] = {a: (a.ptr.number, *a.extent(), a.name) for a in given}  # type: ignore[attr-defined]
     found = []
     for a in filter(_WRITTEN, [*others]):
         span = others.pop(a)
@@ -247,7 +240,7 @@ class Prepared:
         self._stream = self._library.stream_reader(self.device)
         # Whether a stream is being captured. That is asked only for programs to which it makes a difference.
         self._is_capturing: Callable[[int], bool] = _never
-        self._overlap_checks = _overlap_checks(place.given) if True in map(_WRITTEN, place.given) else ()
+        self._overlap_checks = _overlap_checks(place) if True in map(_WRITTEN, place.given) else ()
         self._make_results = self._library.result_maker(place.results) if place.results else None
         constants = place.arrays + len(place.results)
         self._number_steps(place.program, constants)
