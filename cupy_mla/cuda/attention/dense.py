@@ -15,7 +15,7 @@ from ..driver import Gpu
 from ..paging import block_table, divisor
 from ..program import Plan, Program
 from . import choose, times
-from .call import ALIGNED_ROWS, DECODE, INVARIANT, NO_SOURCE, aligned_rows, decode_fields, params_of
+from .call import ALIGNED_ROWS, DECODE, INVARIANT, PagedRows, decode_fields, fields_of
 from .kernels import (
     dense_cluster_sm90,
     dense_fp8_sm90,
@@ -52,23 +52,20 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False, pla
     if b == 0 or s_q == 0:
         return ()
     num_blocks, block_size, _ = a.cache.shape
-    rows_aligned = aligned_rows(a.layout, a.cache)
-    kernel, division = choose.asked()
+    of_cache = PagedRows.of(a.layout, a.cache)
     capacity = min(a.block_table.shape[1] * block_size, LARGEST)
     rows = min(capacity, a.window + s_q) if a.window else capacity
     problem = DenseProblem(
         gpu, a.layout, h_q, s_q, b, capacity, rows, block_size,
-        rows_aligned and a.q.aligned(16), a.num_splits or 0, batch_invariant, kernel, division,
+        of_cache.aligned and a.q.aligned(16), a.num_splits or 0, batch_invariant, *choose.asked(),
     )  # fmt: skip
-    size = a.cache.dtype.itemsize
     main = structs.SOURCE(
-        cache=a.cache.ptr, indices=0, lengths=a.seq_lens.ptr, block_stride=a.cache.strides[0] * size,
-        row_stride=a.cache.strides[1] * size, index_stride_b=0, index_stride_s=0, num_slots=num_blocks * block_size,
-        topk=problem.capacity, block_size=block_size,
+        **of_cache.fields, cache=a.cache.ptr, indices=0, lengths=a.seq_lens.ptr, index_stride_b=0, index_stride_s=0,
+        topk=problem.capacity,
     )  # fmt: skip
-    flags = rows_aligned * ALIGNED_ROWS | DECODE | batch_invariant * INVARIANT
+    flags = of_cache.aligned * ALIGNED_ROWS | DECODE | batch_invariant * INVARIANT
     params = structs.DENSE(
-        params_of(problem, a, main, NO_SOURCE, decode_fields(a), flags), table=block_table(a.block_table, block_size),
+        **fields_of(problem, a, main, decode_fields(a), flags), table=block_table(a.block_table, block_size),
         num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=a.window, num_shares=0,
         shares=0,
     )  # fmt: skip
@@ -104,7 +101,7 @@ def choose_dense(problem: DenseProblem) -> choose.Choice:
         (name, division, times.microseconds(problem.gpu, name, kernel.work(problem, division)))
         for name, kernel in KERNELS.items()
         if problem.kernel in ("", name) and kernel.serves(problem)
-        for division in choose.offered(problem, kernel)
+        for division in (choose.offered(problem, kernel) if problem.division else kernel.candidates(problem))
     ]
     if not rivals:
         raise ValueError(choose.why_not(problem, KERNELS))
