@@ -227,7 +227,9 @@ def indexer_of(lists: torch.Tensor, keys: torch.Tensor) -> Any:
     torch.nn.Module.__init__(indexer)
     indexer.topk_indices_buffer = lists
     indexer.k_cache = SimpleNamespace(prefix="layer.indexer.k_cache", kv_cache=keys)
-    indexer.indexer_op = SimpleNamespace(use_pcp=False, dcp_world_size=1, use_fp4_cache=False, candidate_blocks=None)
+    indexer.indexer_op = SimpleNamespace(
+        use_pcp=False, dcp_world_size=1, use_fp4_cache=False, candidate_blocks=None, topk_tokens=K
+    )
     return indexer
 
 
