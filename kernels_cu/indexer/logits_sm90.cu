@@ -27,8 +27,8 @@
 // four lanes of a quad add up what they have, so that each ends with the logits of one key for every second query. The
 // columns of two queries alternate, so that half of these exchanges need no choice between registers (QueryHead).
 //
-// MXFP4: the ring holds codes. Each math warpgroup widens the keys of its unit to e4m3 in registers, as A operands
-// (rows/mxfp4.cuh says what is exact). Lane t of a quad has one of a key's four scale groups: 32 neighbouring values,
+// MXFP4: the ring holds codes. Each math warpgroup widens the keys of its unit to e5m2 in registers, as A operands
+// (rows/mxfp4.cuh). Lane t of a quad has one of a key's four scale groups: 32 neighbouring values,
 // of which it gives 8 to each of the 4 steps of k. The order of k is free as long as both operands agree, so
 // copy_queries stores the queries' words in this order. A stage is free for the next unit before its multiplication
 // begins.
@@ -45,8 +45,10 @@
 //
 // Shared memory: two buffers of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes (MXFP4: 64), scales.
 //
-// Exact: e4m3 is multiplied as it is; e2m1 keys become e4m3 (rows/mxfp4.cuh says when that is exact). Rounded: wgmma's
-// sums over a key's values, the sums over heads in float32, and the product with the key's scale.
+// Exact: e4m3 is multiplied as it is; e2m1 keys become e5m2, if their groups' scales are within a factor of 2^28.
+// Rounded: wgmma's sums over a key's values, the sums over heads in float32, and the product with the key's scale.
+// Truncated: of a key with scales further apart, values of small groups, by less than 2^-29 of its largest scale, which
+// is less than 2^-30 of the largest value that writers put under that scale.
 //
 // Parts, under logits_sm90/:
 //

@@ -28,7 +28,7 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], uint64_t keys, ui
     wgmma_commit();
 }
 
-// MXFP4: the keys of a unit as A operands, from their codes in a stage.
+// MXFP4: the keys of a unit as A operands of e5m2, from their codes in a stage.
 struct WidenedKeys {
     uint32_t a[4][4];
     float scale;  // of the key that the lane stores
@@ -41,23 +41,23 @@ struct WidenedKeys {
             const Vec16 codes = load_shared_16(stage_rows(stage) + row * KEY_BYTES + 16 * t);
             const uint32_t scales = load_shared_4(shared_address(&sm.scales[stage][row]));
             const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w}, largest = largest_scale(scales);
-            const Magnitudes of = magnitudes_of(largest - (scales >> 8 * t & 255));
+            const Magnitudes of = magnitudes_of_e5m2(largest - (scales >> 8 * t & 255));
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
                 const Vec8 values = widen_e2m1_8(words[step], of);
                 a[step][i] = values.x;
                 a[step][2 + i] = values.y;
             }
-            if (t % 2 == i) scale = factor_of_scales(largest);
+            if (t % 2 == i) scale = factor_of_scales_e5m2(largest);
         }
     }
 };
 
 __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], const WidenedKeys& keys, uint64_t queries) {
     wgmma_fence();
-    wgmma_e4m3<Sum::SET>(c, keys.a[0], queries);
+    wgmma_e5m2<Sum::SET>(c, keys.a[0], queries);
 #pragma unroll
-    for (int step = 1; step < 4; ++step) wgmma_e4m3<Sum::ADD>(c, keys.a[step], wgmma_further(queries, 32 * step));
+    for (int step = 1; step < 4; ++step) wgmma_e5m2<Sum::ADD>(c, keys.a[step], wgmma_further(queries, 32 * step));
     wgmma_commit();
 }
 

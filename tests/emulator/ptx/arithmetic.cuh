@@ -53,6 +53,7 @@ using E4m3 = Narrow<4, 3, 0x7e, 0x7f>;
 inline float bf16_value(uint32_t item) { return bits<float>(item << 16); }
 inline float f16_value(uint32_t item) { return F16::value(item); }
 inline float e4m3_value(uint32_t item) { return E4m3::value(item); }
+inline float e5m2_value(uint32_t item) { return F16::value(item << 8 & 0xff00); }
 
 // The same operation on both halves of a word.
 template <typename Act>
