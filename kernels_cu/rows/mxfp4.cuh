@@ -64,9 +64,10 @@ __device__ __forceinline__ float factor_of_scales(uint32_t largest) {
     return largest < 7 ? 0.0f : ue8m0_to_float(largest) * 0x1p-6f;  // 7: of the least normal float32
 }
 
-// The same for e5m2.
+// The same for e5m2: 13 less in the exponent.
 __device__ __forceinline__ float factor_of_scales_e5m2(uint32_t largest) {
-    return largest < 14 ? 0.0f : ue8m0_to_float(largest) * 0x1p-13f;
+    const float factor = __uint_as_float(max(int(largest << 23) - (13 << 23), 0));
+    return largest == UE8M0_NAN ? __uint_as_float(0x7fffffffu) : factor;
 }
 
 // The eight e2m1 magnitudes as bytes, in the order of their codes.
@@ -82,10 +83,15 @@ __device__ __forceinline__ Magnitudes magnitudes_of(uint32_t below) {
     return {float_to_e4m3x4(0.0f, 0.5f * one, one, 1.5f * one), float_to_e4m3x4(2 * one, 3 * one, 4 * one, 6 * one)};
 }
 
+// The same as e5m2, if all are normal numbers: 0, 2^12 to 1.5 * 2^15.
+constexpr uint32_t MOST_BELOW_NORMAL_E5M2 = 26;
+__device__ __forceinline__ Magnitudes normal_magnitudes_of_e5m2(uint32_t below) {
+    return {0x72706c00u - below * 0x04040400u, 0x7a787674u - below * 0x04040404u};
+}
+
 // The same as e5m2.
 __device__ __forceinline__ Magnitudes magnitudes_of_e5m2(uint32_t below) {
-    if (__builtin_expect(below <= 26, true))  // all are normal numbers: 0, 2^12 to 1.5 * 2^15
-        return {0x72706c00u - below * 0x04040400u, 0x7a787674u - below * 0x04040404u};
+    if (__builtin_expect(below <= MOST_BELOW_NORMAL_E5M2, true)) return normal_magnitudes_of_e5m2(below);
     const float one = power_of_two(140 - int(min(below, 40u)));
     const auto upper_bytes = [](float a, float b, float c, float d) {  // of f16
         return __byte_perm(pack_f16x2(a, b), pack_f16x2(c, d), 0x7531);
@@ -97,6 +103,6 @@ __device__ __forceinline__ Magnitudes magnitudes_of_e5m2(uint32_t below) {
 __device__ __forceinline__ Vec8 widen_e2m1_8(uint32_t codes, const Magnitudes& of) {
     const uint32_t select = codes & 0x77777777, upper = codes << 4;  // signs of even codes in the bytes' highest bits
     const uint32_t low = __byte_perm(upper, codes, 0x5140), high = __byte_perm(upper, codes, 0x7362);
-    return {__byte_perm(of.low, of.high, select) | (low & 0x80808080u),
-            __byte_perm(of.low, of.high, select >> 16) | (high & 0x80808080u)};
+    return {select_bytes(of.low, of.high, select) | (low & 0x80808080u),
+            select_bytes(of.low, of.high, select >> 16) | (high & 0x80808080u)};
 }

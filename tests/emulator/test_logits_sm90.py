@@ -69,6 +69,7 @@ def test_mxfp4_of_many_sizes(kind, rng) -> None:
 
 test_small_groups_of_mxfp4 = again(of_candidates.test_small_groups_are_exact, (20,), (27,), (28,))
 test_far_groups_of_mxfp4 = again(of_candidates.test_far_groups)
+test_weights_of_mxfp4 = again(of_candidates.test_weights_that_are_not_finite, (np.nan,), (np.inf,))
 test_nan_scale_of_mxfp4 = again(of_candidates.test_nan_scale_of_mxfp4)
 
 

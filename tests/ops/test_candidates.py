@@ -84,9 +84,9 @@ def test_logits_over_mxfp4(kind, rng, b: int, n: int, heads: int, block_size: in
         np.testing.assert_array_equal(got, expected)
 
 
-def whole(rng: np.random.Generator) -> dict:
+def whole(rng: np.random.Generator, exact: bool = False) -> dict:
     """Two requests of 60 keys, in blocks of 16 that are one behind the other; blocks allow 16-byte loads."""
-    inputs = paged(rng, 2, 1, 32, 16, 60)
+    inputs = paged(rng, 2, 1, 32, 16, 60, exact)
     inputs["kv_cache"] = np.ascontiguousarray(inputs["kv_cache"])
     inputs["context_lens"][:], inputs["block_table"] = 60, np.arange(8, dtype=np.int32).reshape(2, 4)
     return inputs
@@ -123,6 +123,19 @@ def test_nan_scale_of_mxfp4(kind, rng) -> None:
     got = kind.take(paged_indexer_logits(**put(kind, inputs)))
     assert np.isnan(got[0, 19])
     assert np.isnan(got).sum() == 1
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite(kind, rng, weight: float) -> None:
+    """Infinity times a product that relu makes 0 is NaN. So is every logit of a query with a NaN."""
+    inputs = whole(rng, exact=True)
+    inputs["w"][0, 5] = weight
+    inputs["q8"][1, 0, 7, 100] = indexers.NAN_CODE
+    with np.errstate(invalid="ignore"):
+        expected = oracle_mxfp4.paged_logits(**of_oracle(inputs)).astype(np.float32)
+        got = kind.take(paged_indexer_logits(**put(kind, inputs)))
+    np.testing.assert_array_equal(got, expected)
+    assert np.isnan(got[1]).all()
 
 
 def candidates_of(
