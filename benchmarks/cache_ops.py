@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from harness import SETS, Options, Record, largest_difference, time_side_by_side
+from harness import SETS, Options, Record, copy_of, largest_difference, time_side_by_side
 from inputs import normal
 
 import cupy_mla
@@ -218,6 +218,16 @@ def convert_cases(tokens: int, topk: int) -> Iterator[Case]:
         f"convert indices {tokens} x {topk}", cupy_mla.convert_req_index_to_global_index, arrays,
         {"block_size": BLOCK_SIZE}, ("out",), 2 * 4 * tokens * topk,
     )  # fmt: skip
+    # To the front: full lists; and lists of pools of 4 tokens, of which the chosen ones and the tail take a half.
+    gap = torch.randint(0, width * BLOCK_SIZE, (tokens, topk + 3), device="cuda", dtype=torch.int32)
+    gap[:, topk // 2 : topk] = -1
+    for detail, lists in (("", arrays["token_indices"]), (" with gaps", gap)):
+        yield Case(
+            f"convert indices {tokens} x {lists.shape[1]} to the front{detail}",
+            cupy_mla.convert_req_index_to_global_index,
+            {**arrays, "token_indices": lists, "out": torch.zeros_like(lists)},
+            {"block_size": BLOCK_SIZE, "return_valid_counts": True}, ("out",), 2 * 4 * lists.numel(),
+        )  # fmt: skip
 
 
 def pool_cases(tokens: int) -> Iterator[Case]:
@@ -307,10 +317,7 @@ def error_of(case: Case) -> float:
 
 def beside_copy(cases: Sequence[Case]) -> list[float]:
     """Microseconds of an operation, each case an input set, and of copies of as many bytes."""
-    buffers = [torch.empty(2, case.moved // 2, device="cuda", dtype=torch.uint8) for case in cases]
-    ours = [lambda c=c: call(c) for c in cases]
-    copies = [lambda b=b: b[1].copy_(b[0]) for b in buffers]
-    return time_side_by_side(ours, copies)
+    return time_side_by_side([lambda c=c: call(c) for c in cases], [copy_of(case.moved) for case in cases])
 
 
 def measure(record: Record, make: Callable[[], Iterator[Case]]) -> None:

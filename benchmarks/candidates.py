@@ -9,6 +9,8 @@ of them. Groups:
     V32, V4, bf16           decode of 1 to 264 query tokens, mostly of 2048 rows (V4: 128 of the window, alone and with
                             the compressed rows that its layers have)
     V32 ragged, ...         the same, with a length for each request
+    V4 served               V4's short lists as engines call them: 8 to 264 requests of 1 to 3 query tokens, a window
+                            that is mostly full, alone or with up to 128 compressed rows by the length of each context
     prefill                 1 to 330 queries
     large prefill           1024 to 3072 queries; random lists, lists with locality, either with lengths, or a prompt's
                             first tokens
@@ -38,6 +40,7 @@ from harness import BEGAN, RESULTS, SETS, Call, environment, graph_of, load_kern
 from inputs import bf16_cache, normal, random_slots, v4_cache, v32_cache
 from recorded import problem_of
 from rows import decode_sets, local_lists
+from served import COARSE, WINDOW, contexts, give_served_lengths, logarithmic
 
 import cupy_mla
 from cupy_mla import flash_mla
@@ -73,6 +76,7 @@ HEADS = (8, 16, 32, 64, 128)
 OTHER_HEADS = {8: (2, 4, 7), 16: (12, 10), 32: (20, 24), 64: (40, 48), 128: (80, 96, 112)}
 USUAL = 2048  # entries
 LISTS = "random", "local", "lengths", "local lengths", "causal"  # of a large prefill; lengths: one a query
+KINDS = "V32", "V32 ragged", "V4", "V4 ragged", "V4 served", "bf16", "bf16 ragged", "prefill", "large prefill"
 FOLDED = (math.sqrt(5) - 1) / 2
 
 Row = dict[str, Any]
@@ -109,6 +113,14 @@ def decode_row(rng: random.Random, kind: str, h: int, n: int) -> Row:
     return {"kind": kind, "h": h, "b": b, "s_q": s_q, "topk": topk, "extra_topk": extra, "lengths": int(ragged)}
 
 
+def served_row(rng: random.Random, h: int, n: int) -> Row:
+    """One of V4's layers without a compressed row for 4 tokens; `longest` is the length that no context exceeds."""
+    ratio, longest = rng.choice((0, COARSE)), logarithmic(rng, 4096, COARSE * 128)
+    extra = 64 * ceil_div(longest, COARSE * 64) if ratio else 0
+    row = {"kind": "V4 served", "h": h, "b": max(8, n), "s_q": rng.randint(1, 3), "topk": WINDOW, "extra_topk": extra}
+    return {**row, "lengths": 1, "ratio": ratio, "longest": longest}
+
+
 def prefill_row(rng: random.Random, kind: str, h: int, n: int) -> Row:
     large = kind.startswith("large")
     n = 64 * rng.randint(16, 48) if large else n
@@ -122,11 +134,14 @@ def drawn(rng: random.Random) -> Iterator[Row]:
     starts: dict[Any, float] = {}
     for turn in range(1 << 30):
         for h in HEADS:
-            for kind in ("V32", "V32 ragged", "V4", "V4 ragged", "bf16", "bf16 ragged", "prefill", "large prefill"):
+            for kind in KINDS:
                 if kind == "large prefill" and turn % 2 == HEADS.index(h) % 2:
                     continue
                 heads = rng.choice(OTHER_HEADS[h]) if rng.random() < 0.2 else h
                 n = tokens(kind, turn, starts.setdefault((kind, h), rng.random()))
+                if kind == "V4 served":
+                    yield served_row(rng, heads, n)
+                    continue
                 yield (prefill_row if "prefill" in kind else decode_row)(rng, kind, heads, n)
         kind = rng.choice(("V32", "V4", "bf16", "V32", "prefill"))
         n = tokens(kind, turn, starts.setdefault("portable", rng.random()))
@@ -232,7 +247,9 @@ def decode_calls(row: Row) -> Callable[[], list[Call]]:
         row["h"], row["b"], row["s_q"], caches()[row["kind"].split()[0]](), row["topk"], slots=TOKENS, extra=extra,
         extra_topk=row["extra_topk"],
     )  # fmt: skip
-    if row["lengths"]:
+    if "longest" in row:
+        give_served_lengths(sets, contexts(row["b"], row["longest"]), row["ratio"], row["extra_topk"])
+    elif row["lengths"]:
         give_lengths(sets, row)
     return lambda: calls(flash_mla, sets)
 

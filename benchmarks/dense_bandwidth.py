@@ -4,7 +4,8 @@ V4_FP8 rows of drawn sizes beside our own bf16 rows.
 python benchmarks/dense_bandwidth.py [--quick] [--only REGEX] [--limit SECONDS] [--seed N]
 
 The ratio of a row over 1 GB is the share of the copy bandwidth, which counts bytes read and written, measured in the
-same run. Drawn sizes are those of dense_decode.py; their seed is in the record. Writes dense_bandwidth.json.
+same run. Sizes are drawn, and calls share a plan, as in dense_decode.py; the seed is in the record. Writes
+dense_bandwidth.json.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from cases import DENSE_BANDWIDTH, judge
-from dense_decode import BLOCK, HEADS, TOKENS, Set, drawn_row, filled_cache, input_sets, name_of
-from dense_fp8 import converted_cache, our_calls, v32_cache
-from harness import Call, Options, Record, time_side_by_side
+from dense_decode import BLOCK, HEADS, TOKENS, Set, drawn_row, filled_cache, input_sets, name_of, our_calls
+from dense_fp8 import converted_cache, v32_cache
+from harness import Call, Options, Record, copy_of, time_side_by_side
 from inputs import v4_cache
 
 FULL, FULL_HEADS = 1.2e9, 16  # bytes of rows, and heads
@@ -64,12 +65,6 @@ def calls_of(of: Format, cache: torch.Tensor, sets: list[Set]) -> list[Call]:
     return our_calls([{**s, "q": s["q"][..., : of.d_qk].contiguous().to(of.q_dtype)} for s in sets], cache)
 
 
-def copies_of(size: int, number: int) -> list[Call]:
-    """Copies that read and write so many bytes together."""
-    source, target = torch.empty(2, size // 2, device="cuda", dtype=torch.uint8)
-    return [lambda: target.copy_(source)] * number
-
-
 def measure(record: Record, rng: random.Random, name: str, bf16: torch.Tensor) -> None:
     """All rows of a format."""
     of, quick = FORMATS[name], record.options.quick
@@ -79,15 +74,15 @@ def measure(record: Record, rng: random.Random, name: str, bf16: torch.Tensor) -
         if record.wants(case):
             sets = input_sets(row, bf16)
             ours = calls_of(of, cache, sets)
-            copies = copies_of(row["b"] * row["length"] * of.token_bytes, len(sets))
-            record.add(case, *time_side_by_side(ours, copies), 0.0, peer="copy", format=name, **row)
+            copies = [copy_of(row["b"] * row["length"] * of.token_bytes)] * len(sets)
+            record.add(case, *time_side_by_side(ours, copies), None, peer="copy", format=name, **row)
     for number in range((2 if quick else DRAWN) if of.beside else 0):
         row = drawn_row(rng, rng.choice(HEADS), few=number % 2 == 0)
         case = f"{name} {name_of(row)}"
         if record.wants(case):
             sets = input_sets(row, bf16)
             ours, wide = calls_of(of, cache, sets), our_calls(sets, bf16)
-            error = record.compare(case, ours[0]()[0], wide[0]()[0]) if name == "fp16" else 0.0
+            error = record.compare(case, ours[0]()[0], wide[0]()[0]) if name == "fp16" else None
             times = time_side_by_side(ours, wide)
             record.add(case, *times, error, peer="cupy_mla, bf16 rows", format=name, **row)
 

@@ -5,7 +5,7 @@ python benchmarks/dense_candidates.py [--seconds N] [--only REGEX]
 Groups: `dense bf16`, `dense V32`, `dense plain` (e4m3 rows and queries, one scale each). Half of the calls have 1 to 4
 requests, the others 1 to 264; lengths are 64 to 131,072 rows, equal or drawn for each request from 64 up to that; at
 most 2M rows in a batch. A row has the fields of a call, `rows`, the sum of its lengths, and what rows of candidates.py
-have. Writes dense_candidates.json.
+have. The calls of a graph share a plan. Writes dense_candidates.json.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from functools import cache
 
 import torch
 from candidates import HEADS, Row, Way, run, some, times_of
-from dense_decode import BLOCK, TOKENS, drawn_row, filled_cache
-from dense_fp8 import converted_cache, our_calls, sets_with_fp8_queries, v32_cache
+from dense_decode import BLOCK, TOKENS, drawn_row, filled_cache, our_calls
+from dense_fp8 import converted_cache, sets_with_fp8_queries, v32_cache
 from recorded import dense_problem_of
 
 from cupy_mla.cuda import driver

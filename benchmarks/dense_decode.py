@@ -6,9 +6,9 @@ Sizes are drawn at random; the seed is in the record. For each number of heads: 
 query tokens, and batches of 1 to 4 requests; lengths of 64 to 131,072 rows, equal or drawn for each request from 64 up
 to that; at most 2M rows in a batch. Blocks of 64 rows, at random places of the cache.
 
-All calls of a replay have the same lengths, as the layers of a step: they share one schedule of the peer's, which is
-planned within it and holds for these lengths alone. Ours needs none. Writes
-dense_decode.json and dense_decode.png.
+All calls of a replay have the same lengths, as the layers of a step. They share one schedule of each peer's, and ours
+one plan, as in our backends and plug-ins. Schedules and plans are made within the replay. Writes dense_decode.json and
+dense_decode.png.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from harness import SETS, Call, Options, Record, copy_rate, flash_mla_peer, peer
 from inputs import bf16_cache, normal
 from report import plot_dense
 
-import cupy_mla
+from cupy_mla.cuda.program import Plan
+from cupy_mla.ops.dense import planned_dense_decode
 
 LARGEST, LONGEST, SHORTEST = 264, 131072, 64
 TOKENS, MOST = 1 << 22, 1 << 21  # rows of the cache, and of a batch
@@ -73,8 +74,22 @@ def input_sets(row: dict[str, Any], cache: torch.Tensor) -> list[Set]:
     ]
 
 
-def our_calls(sets: list[Set]) -> list[Call]:
-    return [lambda s=s: cupy_mla.dense_decode(s["q"], s["k_cache"], s["table"], s["lengths"], 576**-0.5) for s in sets]
+def our_calls(sets: list[Set], cache: torch.Tensor | None = None, q: str = "q") -> list[Call]:
+    """One call a set; the plan is a new one each time that all are made.
+
+    Args:
+        cache: in place of that of the sets.
+        q: the name of the queries.
+    """
+    plans = [Plan()]
+
+    def call(number: int, s: Set) -> Any:
+        if number == 0:
+            plans[:] = [Plan()]
+        rows = s["k_cache"] if cache is None else cache
+        return planned_dense_decode(s[q], rows, s["table"], s["lengths"], 576**-0.5, plans[0])
+
+    return [lambda i=i, s=s: call(i, s) for i, s in enumerate(sets)]
 
 
 def flash_mla_calls(peer: Any, sets: list[Set]) -> list[Call]:

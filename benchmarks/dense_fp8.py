@@ -3,9 +3,9 @@ FlashMLA's FP8 kernel and its bf16 kernel, of which the faster one counts.
 
 python benchmarks/dense_fp8.py [--quick] [--only REGEX] [--limit SECONDS]
 
-Sizes are drawn as dense_decode.py draws them; the seed is in the record. `bf16_of_copy` of a row is the share of the
-copy bandwidth that our bf16 rows reach. FlashMLA's FP8 kernel is an operation of the library
-`_flashmla_extension_C.abi3.so` in the folder CUPY_MLA_PEER (default .peer). Writes dense_fp8.json.
+Sizes are drawn, and calls share schedules and plans, as in dense_decode.py; the seed is in the record. `bf16_of_copy`
+of a row is the share of the copy bandwidth that our bf16 rows reach. FlashMLA's FP8 kernel is an operation of the
+library `_flashmla_extension_C.abi3.so` in the folder CUPY_MLA_PEER (default .peer). Writes dense_fp8.json.
 """
 
 from __future__ import annotations
@@ -18,11 +18,20 @@ from typing import Any
 
 import torch
 from cases import DENSE_FP8, TOKEN_BYTES, dense_floor_us, judge
-from dense_decode import Set, filled_cache, flash_mla_calls, input_sets, name_of, rows
-from harness import NO_PEER, ROOT, Call, Options, Record, copy_rate, flash_mla_peer, peer_name, time_side_by_side
+from dense_decode import Set, filled_cache, flash_mla_calls, input_sets, name_of, our_calls, rows
+from harness import (
+    NO_PEER,
+    ROOT,
+    Call,
+    Options,
+    Record,
+    copy_rate,
+    flash_mla_peer,
+    peer_name,
+    shown_difference,
+    time_side_by_side,
+)
 from inputs import normal
-
-import cupy_mla
 
 LIBRARY = "_flashmla_extension_C.abi3.so"
 SCALE = 576**-0.5
@@ -59,10 +68,6 @@ def converted_cache(bf16: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def sets_with_fp8_queries(row: dict[str, Any], cache: torch.Tensor) -> list[Set]:
     """Those of `input_sets`, with `q8`, their queries in e4m3."""
     return [{**s, "q8": s["q"].to(torch.float8_e4m3fn)} for s in input_sets(row, cache)]
-
-
-def our_calls(sets: list[Set], cache: torch.Tensor, q: str = "q") -> list[Call]:
-    return [lambda s=s: cupy_mla.dense_decode(s[q], cache, s["table"], s["lengths"], SCALE) for s in sets]
 
 
 def fp8_calls(peer: Any, sets: list[Set], cache: torch.Tensor) -> list[Call]:
@@ -107,7 +112,7 @@ def main() -> None:
         best = min(theirs_us, fp8_us)
         theirs_name = f"{peer_name()}, {'FP8' if fp8_us <= theirs_us else 'bf16'}"
         for case, nbytes, ours_us, peer_us, name, difference in (
-            (cases[0], 656, v32_us, wide_us, "cupy_mla, bf16 rows", 0.0),
+            (cases[0], 656, v32_us, wide_us, "cupy_mla, bf16 rows", None),
             (cases[1], 576, plain_us, best, theirs_name, error),
         ):
             floor, _ = dense_floor_us(tokens, lines, copied, nbytes)
@@ -117,7 +122,8 @@ def main() -> None:
                     "ratio": round(peer_us / ours_us, 3), "peer": name, "max_abs_err": difference, **row,
                     "floor_us": round(floor, 2), "bound": bound, "bf16_of_copy": round(copy_us / wide_us, 3),
                 },
-                f"{ours_us:9.1f} {peer_us:9.1f} {peer_us / ours_us:9.2f} {difference:9.1e} {floor:9.1f}",
+                f"{ours_us:9.1f} {peer_us:9.1f} {peer_us / ours_us:9.2f} "
+                f"{shown_difference(difference)} {floor:9.1f}",
             )  # fmt: skip
     judge(DENSE_FP8, record.rows)
     print(record.write())

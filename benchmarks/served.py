@@ -47,6 +47,7 @@ HEADS = (8, 16, 32, 64, 128)
 LARGEST = 264  # requests of a decode
 LONGEST = 131072  # tokens of a context
 WINDOW, C4A = 128, 512
+COARSE = 128  # tokens of a compressed row of V4's c128a layers
 DRAWN, DRAWN_PREFILL, DRAWN_FEW, DRAWN_SHORT = 8, 24, 12, 8
 TOKENS = 1 << 19  # rows of each cache of decode
 ROWS = 32768  # of each array of prefill
@@ -73,7 +74,7 @@ def decodes(rng: random.Random, quick: bool) -> Iterator[dict[str, Any]]:
                 batches.add(logarithmic(rng, 1, LARGEST))
             for b in sorted(batches):
                 longest = logarithmic(rng, 4096, LONGEST)
-                extra = {"swa": 0, "c4a": C4A, "c128a": -(-longest // (128 * 64)) * 64}[layers]
+                extra = {"swa": 0, "c4a": C4A, "c128a": -(-longest // (COARSE * 64)) * 64}[layers]
                 yield {
                     "kind": f"V4 {layers}", "h": h, "b": b, "s_q": rng.randint(1, 3), "topk": WINDOW,
                     "extra_topk": extra, "block": rng.choice((64, 256)), "extra_block": rng.choice(extra_blocks),
@@ -128,6 +129,20 @@ def contexts(b: int, longest: int) -> torch.Tensor:
     return torch.exp(torch.rand(b, device="cuda") * math.log(longest)).ceil().clamp(max=longest).to(torch.int32)
 
 
+def give_served_lengths(sets: list[Set], tokens: torch.Tensor, ratio: int, extra_topk: int) -> None:
+    """To all input sets the same: of the window, and of compressed rows where there are any.
+
+    Args:
+        tokens: of each request's context.
+        ratio: tokens of a compressed row.
+        extra_topk: entries of the lists of compressed rows, or 0.
+    """
+    for s in sets:
+        s["topk_length"] = tokens.clamp(max=WINDOW)
+        if extra_topk:
+            s["extra_topk_length"] = (tokens // ratio).clamp(max=extra_topk)
+
+
 def input_sets(row: dict[str, Any]) -> list[Set]:
     """Lists without an end of their own: lengths tell it, also where a request has no row of the extra cache yet.
 
@@ -138,12 +153,8 @@ def input_sets(row: dict[str, Any]) -> list[Set]:
         row["h"], row["b"], row["s_q"], cache_of(row["block"], 0), row["topk"], slots=TOKENS, extra=extra,
         extra_topk=row["extra_topk"],
     )  # fmt: skip
-    tokens = contexts(row["b"], row["longest"])
-    for s in sets:
-        s["topk_length"] = tokens.clamp(max=WINDOW)
-        if extra is not None:
-            ratio = 4 if row["kind"] == "V4 c4a" else 128
-            s["extra_topk_length"] = (tokens // ratio).clamp(max=row["extra_topk"])
+    ratio = 4 if row["kind"] == "V4 c4a" else COARSE
+    give_served_lengths(sets, contexts(row["b"], row["longest"]), ratio, row["extra_topk"])
     return sets
 
 

@@ -212,7 +212,7 @@ def layers_of(setting: Setting, gpus: int) -> list[Any]:
     )  # fmt: skip
     heads, fp8 = setting.heads // gpus * min(setting.sharing, gpus), "fp8" in setting.cache
     if setting.family == "V4":
-        return [warm.v4_layers_of(engine, heads, ratio) for ratio in RATIOS["v4"]]
+        return [warm.v4_layers_of(engine, heads, ratio, "v4") for ratio in RATIOS["v4"]]
     if setting.family == "V3":
         return [warm.dense_layers_of(engine, heads, fp8)]
     return [warm.layers_of(engine, heads, setting.topk, "v32_fp8" if fp8 else "bf16", rope=True)]

@@ -91,6 +91,7 @@ def select_rows(
     *,
     max_workspace_bytes: int = 0,
     out: torch.Tensor,
+    blocks: None = None,
 ) -> None:
     """As `cupy_mla.select_rows`: of a stable sort of float32 logits."""
     out.fill_(-1)
@@ -117,6 +118,7 @@ def select_rows_paged(
     *,
     max_workspace_bytes: int = 0,
     out: torch.Tensor,
+    blocks: None = None,
 ) -> None:
     """As `cupy_mla.select_rows_paged`, request by request."""
     blocks, n = kv_cache.view(torch.uint8).flatten(1), q8.shape[1]

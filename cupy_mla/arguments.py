@@ -228,6 +228,8 @@ class Conversion(NamedTuple):
         valid_counts: [T] int32, a result: how many entries of each row are not -1; None: it is not asked for.
         ends: [T] int32, a result: the place behind each row's last entry that is not -1; None: it is not asked for.
         is_valid_token: [T] bool; a token that is not valid has a count of 0. None: all are valid.
+        to_front: each row's entries that are not -1 are moved to its front, in their order, and counted.
+        most: [T] int32, with `to_front`: how many entries of each row are kept; 0 and below: none. None: all are.
     """
 
     req_id: Operand
@@ -241,6 +243,8 @@ class Conversion(NamedTuple):
     valid_counts: Operand | None = None
     ends: Operand | None = None
     is_valid_token: Operand | None = None
+    to_front: bool = False
+    most: Operand | None = None
 
 
 class Prefill(NamedTuple):

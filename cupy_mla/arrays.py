@@ -213,11 +213,11 @@ class Array:
         shape, strides, size = self.shape, self.strides, self.dtype.itemsize
         if 0 in shape:
             return 0, 0
-        start, end = 0, 1 + sum(map(mul, strides, shape)) - sum(strides)
+        start, end = 0, size * (1 + sum(map(mul, strides, shape)) - sum(strides))
         if strides and min(strides) < 0:
-            start = sum([stride * (n - 1) for stride, n in zip(strides, shape, strict=True) if stride < 0])
+            start = size * sum([stride * (n - 1) for stride, n in zip(strides, shape, strict=True) if stride < 0])
             end -= start
-        return start * size, end * size
+        return start, end
 
     def _as_numpy(self) -> np.ndarray:
         """A NumPy array with the same addresses. They may be those of a GPU, so nothing may be read from it."""

@@ -15,11 +15,11 @@ import importlib
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from itertools import accumulate, repeat
-from operator import attrgetter, floordiv, mod, mul
+from operator import attrgetter, floordiv, is_not, mod, mul
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,12 +48,12 @@ Comparison = Callable[[Sequence[Any]], list[int] | None]  # of `Library.comparis
 
 # Made once: to look up the libraries' functions takes longer than to call them.
 _cupy_maker, _torch_maker = cache(private.cupy_empty), cache(private.torch_empty)
-_torch_stream_reader = cache(private.torch_stream_reader)
+_torch_stream_reader, _torch_device_reader = cache(private.torch_stream_reader), cache(private.torch_device_reader)
 
 # Attributes that are read of many arrays by `map`: no Python function is called for each.
 _NAME, _PLACE, _WRITTEN = map(attrgetter, ("name", "place", "written"))
 _DTYPE, _SHAPE, _STRIDES = map(attrgetter, ("dtype", "shape", "strides"))
-_TORCH_FACTS, _REQUIRES_GRAD = attrgetter("dtype", "device", "layout", "shape"), attrgetter("requires_grad")
+_TORCH_KIND, _REQUIRES_GRAD = attrgetter("dtype", "device", "layout"), attrgetter("requires_grad")
 _CUPY_FACTS = attrgetter("dtype", "data.device_id", "shape", "strides")
 _CUPY_DEVICE, _CUPY_ADDRESS = attrgetter("data.device_id"), attrgetter("data.ptr")
 
@@ -80,7 +80,7 @@ class Library(ABC):
         """The description of an array of this library."""
 
     def described(
-        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Sequence[Any]
+        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Iterable[Any]
     ) -> list[Array] | None:
         """The descriptions of a call's arrays on a GPU, made of their `facts`. None if `describe` must do it, which may
         raise an error.
@@ -252,7 +252,7 @@ class CuPyLibrary(Library):
         return obj.data.device_id
 
     def described(
-        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Sequence[Any]
+        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Iterable[Any]
     ) -> list[Array] | None:
         if len({*map(_CUPY_DEVICE, arrays)}) > 1:
             return None
@@ -330,22 +330,20 @@ class TorchLibrary(Library):
 
     def facts(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         torch = sys.modules["torch"]
-        strides, negative = tuple(map(torch.Tensor.stride, arrays)), tuple(map(torch.Tensor.is_neg, arrays))
-        required = tuple(map(_REQUIRES_GRAD, arrays))
+        tensor, required = torch.Tensor, tuple(map(_REQUIRES_GRAD, arrays))
         gradients = required if True in required and torch.is_grad_enabled() else ()
-        return tuple(map(_TORCH_FACTS, arrays)), strides, negative, gradients
+        odd = *map(tensor.is_neg, arrays), *map(tensor.is_conj, arrays), *gradients
+        return tuple(map(_TORCH_KIND, arrays)), tuple(map(_SHAPE, arrays)), tuple(map(tensor.stride, arrays)), odd
 
     def addresses(self, arrays: Sequence[Any]) -> list[int]:
         return [*map(sys.modules["torch"].Tensor.data_ptr, arrays)]
 
     def described(
-        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Sequence[Any]
+        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Iterable[Any]
     ) -> list[Array] | None:
-        torch, (read, strides, negative, gradients) = sys.modules["torch"], facts
-        torch_dtypes, devices, layouts, shapes = zip(*read, strict=True)
-        dtypes = [*map(_torch_dtypes()[0].get, torch_dtypes)]
-        plain = None not in dtypes and {*layouts} == {torch.strided} and len({*devices}) == 1
-        if not plain or gradients or True in negative or True in map(torch.Tensor.is_conj, arrays):
+        kinds, shapes, strides, odd = facts
+        dtypes = _plain_dtypes(kinds)
+        if dtypes is None or True in odd:
             return None
         return [*map(Array, names, arrays, repeat(place), dtypes, map(tuple, shapes), strides, pointers)]
 
@@ -436,7 +434,7 @@ class TorchLibrary(Library):
         return sys.modules["torch"].cuda.device(device)
 
     def device_reader(self) -> Callable[[], int]:
-        return private.torch_device_reader()
+        return _torch_device_reader()
 
     def stream_reader(self, device: int) -> Callable[[], int]:
         return _torch_stream_reader(device)
@@ -492,6 +490,15 @@ def _torch_dtypes() -> tuple[dict[Any, np.dtype], dict[np.dtype, Any]]:
     if hasattr(torch, "float8_e8m0fnu"):
         known[torch.float8_e8m0fnu] = E8M0
     return known, {v: k for k, v in known.items()}
+
+
+@lru_cache(maxsize=1024)
+def _plain_dtypes(kinds: tuple[tuple[Any, ...], ...]) -> list[np.dtype] | None:
+    """NumPy's dtypes for strided tensors of one device, each given by its dtype, device and layout. None for others."""
+    dtypes, devices, layouts = zip(*kinds, strict=True)
+    known = _torch_dtypes()[0]
+    plain = known.keys() >= {*dtypes} and {*layouts} == {sys.modules["torch"].strided} and len({*devices}) == 1
+    return [*map(known.__getitem__, dtypes)] if plain else None
 
 
 def as_dtype(dtype: Any) -> np.dtype:
@@ -659,6 +666,8 @@ class Place(_Place):
 
     def optional(self, **arguments: Any) -> list[Array | None]:
         """Describe arguments that a call may leave out, as `bind` does the others. None stays None."""
+        if not any(map(is_not, arguments.values(), repeat(None))):
+            return [None] * len(arguments)
         return [None if value is None else self.admit(describe(name, value)) for name, value in arguments.items()]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:

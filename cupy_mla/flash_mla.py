@@ -13,7 +13,6 @@ Source: FlashMLA's Python interface as it ships in vLLM 0.22.1 and in sgl-flash-
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -215,7 +214,7 @@ def flash_mla_with_kvcache(
     settings = (
         head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, meta.shapes, meta.num_splits, kv_format,
     )  # fmt: skip
-    scales = {} if descale_q is descale_k is None else {"q_scale": descale_q, "k_scale": descale_k}
+    scales = {} if descale_q is None and descale_k is None else {"q_scale": descale_q, "k_scale": descale_k}
     if indices is None:
         _require_no_lists(
             topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
@@ -231,7 +230,8 @@ def flash_mla_with_kvcache(
             q, k_cache, block_table, cache_seqlens, meta.plan, settings, **given
         )
         return out, lse
-    if attn_sink is topk_length is extra_k_cache is extra_indices_in_kvcache is extra_topk_length is out is None:
+    absent = attn_sink is None and topk_length is None and extra_k_cache is None and extra_indices_in_kvcache is None
+    if absent and extra_topk_length is None and out is None:
         others = scales  # the usual call, which has less host time without the dictionary below
     else:
         others = {
@@ -302,7 +302,8 @@ def _shapes(given: attention.Given, causal: bool = False) -> Shapes | None:
     try:
         is_fp8 = given.k_cache.dtype.itemsize != 2
         b, s_q, h_q, d_qk = given.q.shape
-        topk, extra_topk = (-1 if a is None else a.shape[-1] for a in (given.indices, given.extra_indices))
+        topk = -1 if given.indices is None else given.indices.shape[-1]
+        extra_topk = -1 if given.extra_indices is None else given.extra_indices.shape[-1]
         extra_block = -1 if given.extra_k_cache is None else given.extra_k_cache.shape[1]
         return b, s_q, h_q, d_qk, given.k_cache.shape[1], int(is_fp8), topk, extra_block, extra_topk, int(causal)
     except (AttributeError, IndexError, ValueError):
@@ -360,7 +361,7 @@ class _Settings(NamedTuple):
     num_splits: int | None
     kv_format: str | None
 
-    def door(self, names: Mapping[str, str], extra_bytes: int | None = None) -> attention.Door:
+    def door(self, extra_bytes: int | None = None) -> attention.Door:
         """What the caller says about `k_cache`, with FlashMLA's names of arguments.
 
         Args:
@@ -371,10 +372,14 @@ class _Settings(NamedTuple):
             require_bool("is_fp8_kvcache", is_fp8)
         layout = layout_of(self.kv_format)
         extra = layouts.FP4_BESIDE.get(layout) if extra_bytes == layouts.V41_FP4.last_axis else None
-        return attention.Door(is_fp8, layout, extra, {**SCALE_NAMES, **names})
+        return attention.Door(is_fp8, layout, extra, NAMES)
 
 
-SCALE_NAMES = {"q_scale": "descale_q", "k_scale": "descale_k", "layout": "kv_format"}
+# FlashMLA's names of arguments, by those of `attention.decode` and `dense.decode`.
+NAMES = {
+    "q_scale": "descale_q", "k_scale": "descale_k", "layout": "kv_format", "extra_indices": "extra_indices_in_kvcache",
+    "seq_lens": "cache_seqlens",
+}  # fmt: skip
 
 
 @operation
@@ -390,9 +395,9 @@ def _with_kvcache(
     asked, given = _Settings(*settings), attention.Given(q, k_cache, indices, **others)
     require_sparse(asked.head_dim_v, asked.causal)
     extra_bytes = getattr(given.extra_k_cache, "shape", (None,))[-1]
-    door, shapes = asked.door({"extra_indices": "extra_indices_in_kvcache"}, extra_bytes), _shapes(given)
+    door, shapes = asked.door(extra_bytes), _shapes(given)
     _require_planned(asked.planned, shapes)
-    if not given.topk_length is given.extra_topk_length is given.extra_k_cache is None:
+    if given.topk_length is not None or given.extra_topk_length is not None or given.extra_k_cache is not None:
         plan = None  # with lengths or an extra cache the lists of later calls may end elsewhere
     scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
     out, lse = attention.decode(given, scale, asked.num_splits, asked.batch_invariant, plan, door=door)
@@ -418,7 +423,7 @@ def _dense_with_kvcache(
     asked = _Settings(*settings)
     require_d_v("head_dim_v", asked.head_dim_v)
     causal = require_bool("causal", asked.causal)
-    door, shapes = asked.door({"seq_lens": "cache_seqlens"}), _shapes(attention.Given(q, k_cache, None), causal)
+    door, shapes = asked.door(), _shapes(attention.Given(q, k_cache, None), causal)
     _require_planned(asked.planned, shapes)
     scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
     out, lse = dense.decode(

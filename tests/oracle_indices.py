@@ -39,3 +39,16 @@ def convert_req_index_to_global_index(
                 out[t, k] = start + position
     counts = np.array([sum(1 for entry in row if entry != -1) for row in out], np.int32)
     return out, counts
+
+
+def to_front(rows: np.ndarray, most: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's entries that are not -1, in their order, the first `most` of them, and -1 behind; and how many."""
+    out, counts = np.full_like(rows, -1), np.zeros(len(rows), np.int32)
+    for t, row in enumerate(rows.tolist()):
+        kept = [entry for entry in row if entry != -1]
+        if most is not None:
+            kept = kept[: max(int(most[t]), 0)]
+        for place, entry in enumerate(kept):
+            out[t, place] = entry
+        counts[t] = len(kept)
+    return out, counts

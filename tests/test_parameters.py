@@ -16,6 +16,7 @@ MORE = {
     "cuda.kernel.Kernel.__init__": "a declaration: options by keyword, few at a time",
     "ops.compressed.write_c128a_topk_metadata": "the parameters of the public function that it stands behind",
     "ops.compressed.write_compressed_slot_mapping": "the parameters of the public function that it stands behind",
+    "ops.indices.convert_to_front": "the parameters of the public function that it stands beside, and results",
     "backends.indexer.IndexerImpl.forward": "the engine's arguments, and by keyword what V4.1's and GLM's layers add",
     "backends.sparse_mla.SparseMLAImpl.forward_mqa": "the engine's arguments, and by keyword what kinds of layers add",
     "integrations.training.sparse_indexer_loss": "the parameters of the public functions that it calls",

@@ -18,7 +18,7 @@ from ..dtypes import INT32
 from ..metadata.sparse_mla import FP8SeparatePrefillDecode, SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata
 from ..ops.compressed import compute_global_topk_indices_and_lens
-from ..ops.indices import convert_req_index_to_global_index, convert_to_slots_and_ends
+from ..ops.indices import convert_to_front, convert_to_slots_and_ends
 from ..typing import AnyArray
 
 
@@ -60,7 +60,8 @@ class PhysicalTopk:
     Attributes:
         logical_topk_indices: [T, K] int32 positions in each token's request, as they were chosen.
         physical_topk_indices: [T, K] int32 slots, or for prefills over an FP8 cache rows of the workspace into which
-            they are gathered. For V4 and V4.1 layers [Td, K]: only decode tokens have slots.
+            they are gathered; with `valid_counts` without gaps. For V4 and V4.1 layers [Td, K]: only decode tokens have
+            slots.
         lens: [T] or [Td] int32, where each list of `physical_topk_indices` ends.
         metadata: the step's.
     """
@@ -179,8 +180,11 @@ class IndexGroups:
             slots, lens = self._slots[:tokens], self._lens[:tokens]
             decode_slots(self.config, self._swa, metadata, topk_indices, slots, lens)
         else:
-            slots = self._slots[: metadata.num_actual_tokens]
-            lens = to_slots(metadata, topk_indices, valid_counts, slots, self._lens[: metadata.num_actual_tokens])
+            tokens = metadata.num_actual_tokens
+            slots, lens = self._slots[:tokens], self._lens[:tokens]
+            if valid_counts is not None:
+                self._place.admit(describe("valid_counts", valid_counts)).require(INT32, tokens)
+            to_slots(metadata, topk_indices, valid_counts, slots, lens)
         found = PhysicalTopk(topk_indices, slots, lens, metadata)
         self._held = layer, found
         self._mark()
@@ -222,18 +226,16 @@ class IndexGroups:
 
 def to_slots(
     metadata: SparseMLAMetadata, chosen: Any, valid_counts: Any, slots: Any, ends: Any, tokens: slice = slice(None)
-) -> Any:
+) -> None:
     """Convert chosen positions [T, K] to slots, for layers of V3.2's kind.
 
     Args:
         chosen: [T, K] int32 positions.
-        valid_counts: [T] int32 where each token's list ends; None: it is to be found.
+        valid_counts: [T] int32 how many entries of each token's list are attended: the first ones that have a slot,
+            which go to the front. None: all are, and keep their places.
         slots: [T, K] int32, written.
-        ends: [T] int32, written unless `valid_counts` are given.
+        ends: [T] int32 where each list of slots ends, written.
         tokens: the tokens whose lists are converted.
-
-    Returns:
-        [T] int32 where each list ends.
     """
     extra = metadata.fp8_extra_metadata
     prefill = extra.prefill if isinstance(extra, FP8SeparatePrefillDecode) else None
@@ -241,12 +243,10 @@ def to_slots(
         metadata.req_id_per_token[tokens], metadata.block_table, chosen[tokens], metadata.block_size,
         prefill.request_ids[tokens] if prefill else None, prefill.workspace_starts if prefill else None,
     )  # fmt: skip
-    if valid_counts is not None:
-        convert_req_index_to_global_index(*given, out=slots[tokens])
-        return valid_counts
-    # The end of a list is not its number of valid entries: -1 may stand anywhere in it.
-    convert_to_slots_and_ends(*given, out=slots[tokens], ends=ends[tokens])
-    return ends
+    if valid_counts is None:
+        convert_to_slots_and_ends(*given, out=slots[tokens], ends=ends[tokens])
+    else:  # a count says where a list ends only if there is no gap before: vLLM has gaps between pools and tail
+        convert_to_front(*given, valid_counts[tokens], out=slots[tokens], counts=ends[tokens])
 
 
 def decode_slots(

@@ -228,8 +228,9 @@ class SparseMLAImpl:
             topk_indices: [T, topk] int32 token positions in each token's request, and -1, anywhere, where there are
                 fewer; with the config's kpool [T, topk + kpool - 1], from `expand_pools_and_append_tail`. Of layers
                 that share a list what `IndexGroups.get` returns, which is not converted again.
-            valid_counts: [T] int32 where each token's list ends: -1 stands behind, as the indexer leaves it. None: that
-                is looked for.
+            valid_counts: [T] int32 how many entries of each token's list are attended: the first ones that are not -1,
+                whatever gaps are between them. `IndexerImpl` and vLLM give the number of all that are not -1. None: all
+                of them are attended.
             sinks: [h] float32 a value of each head that its softmax divides by too, in natural-log units, of models
                 that have them (HY-V4); None: none.
             k_scale: of PLAIN_FP8 rows, that of this layer: a positive number, or [1] or [] float32 on the device;
@@ -275,7 +276,7 @@ class SparseMLAImpl:
         if isinstance(topk_indices, PhysicalTopk):
             slots, ends = topk_indices.physical_topk_indices, topk_indices.lens
         else:
-            ends = to_slots(metadata, topk_indices, valid_counts, slots, ends, listed)
+            to_slots(metadata, topk_indices, valid_counts, slots, ends, listed)
         lists = _Lists(slots, ends, sinks)
         if isinstance(extra, FP8SeparatePrefillDecode):
             if dense is not None:

@@ -41,6 +41,7 @@ class Partition(NamedTuple):
         numbers: places of the arrays among the arguments.
         library: the library of the arrays; None: there are no arrays, or they are of several libraries.
         arrays_of, settings_of: functions that pick the arrays and the settings from the arguments.
+        with_others: picks the arguments from all arguments and, behind them, others in the places of the arrays.
         tuples: places of the settings that are tuples.
     """
 
@@ -48,6 +49,7 @@ class Partition(NamedTuple):
     library: Library | None
     arrays_of: Callable[[Sequence[Any]], Sequence[Any]]
     settings_of: Callable[[Sequence[Any]], Sequence[Any]]
+    with_others: Callable[[Sequence[Any]], Sequence[Any]]
     tuples: tuple[int, ...]
 
 
@@ -58,14 +60,20 @@ def partition_of(types: tuple[Any, ...]) -> Partition:
     numbers = tuple(i for i, library in enumerate(libraries) if library is not None)
     theirs = {libraries[i] for i in numbers}
     settings = [i for i, cls in enumerate(types) if i not in numbers and cls is not Plan]
+    others = [len(types) + numbers.index(i) if i in numbers else i for i in range(len(types))]
     return Partition(
-        numbers, theirs.pop() if len(theirs) == 1 else None, picker(numbers), picker(settings),
+        numbers, theirs.pop() if len(theirs) == 1 else None, picker(numbers), picker(settings), picker(others),
         tuple(i for i in settings if types[i] is tuple),
     )  # fmt: skip
 
 
-# A call's arrays, what `Library.facts` reads of them, and their addresses.
-ReadArrays = tuple[Sequence[Any], tuple[Any, ...], list[int]]
+def starts_of(addresses: Sequence[int]) -> tuple[int, ...]:
+    """What launchers may know of addresses: each modulo ALIGNMENT."""
+    return tuple(map(mod, addresses, repeat(ALIGNMENT)))
+
+
+# A call's arrays, what `Library.facts` reads of them, their addresses, and `starts_of` these.
+ReadArrays = tuple[Sequence[Any], tuple[Any, ...], list[int], tuple[int, ...]]
 
 
 def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, ReadArrays]:
@@ -80,15 +88,15 @@ def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, ReadArray
         RuntimeError: a tensor has no strides, or no memory.
     """
     types = tuple(map(type, values))
-    numbers, library, arrays_of, settings_of, tuples = partition_of(types)
+    numbers, library, arrays_of, settings_of, _, tuples = partition_of(types)
     arrays, facts, addresses = arrays_of(values), (), []
     if library is not None:
         facts, addresses = library.facts(arrays), library.addresses(arrays)
     elif numbers:
         raise TypeError("arrays of several libraries")
     inner = [tuple(map(type, values[i])) for i in tuples] if tuples else ()  # 1, 1.0 and True are equal
-    key = head, types, settings_of(values), *inner, facts, *map(mod, addresses, repeat(ALIGNMENT))
-    return key, (arrays, facts, addresses)
+    starts = starts_of(addresses)
+    return (head, types, settings_of(values), *inner, facts, starts), (arrays, facts, addresses, starts)
 
 
 class Remembered:

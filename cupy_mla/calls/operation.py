@@ -157,7 +157,7 @@ class _Recent:
 
     def __init__(self, head: tuple[Any, ...], values: tuple[Any, ...], addresses_of: Comparison, run: Any) -> None:
         types = tuple(map(type, values))
-        _, _, self.arrays_of, self.settings_of, _ = partition_of(types)
+        _, _, self.arrays_of, self.settings_of, *_ = partition_of(types)
         self.process, _, *names = head  # the number of positional arguments follows from names and types
         self.types = [*names, *types]
         self.settings = self.settings_of(values)
@@ -193,7 +193,7 @@ class Calls:
             head, values: as for `key_of`.
             args, kwargs: the same arguments as the caller gave them.
         """
-        if self._differentiable and any(map(_wants_gradient, values)):
+        if self._differentiable and any(map(_wants_gradient, partition_of(tuple(map(type, values))).arrays_of(values))):
             named = {**dict(zip(self._positional, args, strict=False)), **kwargs}
             if all(named.get(result) is None for result in self._differentiable):
                 return in_graph(self._function.__name__)(*args, **kwargs)
@@ -211,7 +211,7 @@ class Calls:
             except (RuntimeError, TypeError):  # there is no key: a setting without hash, a tensor without memory
                 key = given = None
         if prepared is not None and given is not None:
-            found, _, addresses = given
+            found, _, addresses, _ = given
             addresses_of = library_of(found[0]).comparison(found, ALIGNMENT)  # type: ignore[union-attr]
             if addresses_of is not None and addresses_of(found) is not None:
                 self.recents[:] = [_Recent(head, values, addresses_of, prepared.run), *self.recents[: RECENT - 1]]

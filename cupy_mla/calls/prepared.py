@@ -8,7 +8,7 @@ makes of the program what a run needs: the constant bytes of parameter structs, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, repeat
+from itertools import count, groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ from ..arrays import HOST, Array, aligned_up, arrays_in
 from ..bridges import Place, dense_strides, describe, place_at, require_apart
 from ..cuda import driver
 from ..cuda.kernel import Kernel
-from ..cuda.program import Buffer, Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Step, argument_buffers
+from ..cuda.program import Buffer, Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Step
 from ..cuda.structs import picker
 from .graph import LaunchGraph, launch_graph
-from .key import ReadArrays, partition_of
+from .key import ReadArrays, partition_of, starts_of
 from .plan import PlanMemory
 from .scratch import ScratchMemory, scratch_memory
 
@@ -29,7 +29,7 @@ RUN_FIELDS = frozenset((Pointer, Nonce, PlanField))  # the types of fields that 
 
 _PLACE, _READ, _WRITTEN = map(attrgetter, ("place", "read", "written"))
 _WANTS_GRADIENT = attrgetter("wants_gradient")
-_ON_GPU = attrgetter("on_gpu")
+_ON_GPU, _NUMBER = map(attrgetter, ("on_gpu", "number"))
 
 
 class CallPlace(Place):
@@ -56,8 +56,8 @@ class CallPlace(Place):
 
     def new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """The description of a result, which each run allocates."""
-        buffer = Buffer(name, self.arrays + len(self.results), shape, dtype)
-        array = Array(name, buffer, self, dtype, shape, dense_strides(shape), Pointer(buffer))  # type: ignore[arg-type]
+        pointer: Any = Pointer.to(name, self.arrays + len(self.results))
+        array = Array(name, pointer.buffer, self, dtype, shape, dense_strides(shape), pointer)
         self.results.append(array)
         return array
 
@@ -126,25 +126,24 @@ def _run_body(
         the place, which has the program; descriptions of the caller's arrays; the arguments with these in the arrays'
         places; what the body returned; the arrays; and their addresses.
     """
-    numbers, library, arrays_of, _, _ = partition_of(tuple(map(type, values)))
-    names_of_arrays, objs = arrays_of(names), arrays_of(values)
-    buffers, arrays = argument_buffers(names_of_arrays), None
+    _, library, arrays_of, _, with_others, _ = partition_of(tuple(map(type, values)))
+    names_of_arrays, objs, arrays = arrays_of(names), arrays_of(values), None
     device = None if library is None else library.device_of(objs[0])
     if given is not None and library is not None and device not in (None, HOST):
-        _, facts, addresses = given
-        place = CallPlace.at(place_at(library.name, device), len(buffers))
-        arrays = library.described(names_of_arrays, objs, facts, place, [*map(Pointer, buffers, repeat(0), addresses)])
+        _, facts, addresses, starts = given
+        place = CallPlace.at(place_at(library.name, device), len(objs))
+        pointers = map(Pointer.to, names_of_arrays, count(), starts)
+        arrays = library.described(names_of_arrays, objs, facts, place, pointers)
     if arrays is None:  # described one by one, they raise the error that names the argument
         arrays = [*map(describe, names_of_arrays, objs)]
         addresses = [array.ptr for array in arrays]
         on_gpu = next(filter(_ON_GPU, map(_PLACE, arrays)))
         place = CallPlace.at(on_gpu, len(arrays))
-        for array, buffer in zip(arrays, buffers, strict=True):
-            array.ptr = Pointer(buffer, 0, array.ptr)  # type: ignore[assignment]
+        pointers = map(Pointer.to, names_of_arrays, count(), starts_of(addresses))
+        for array, pointer in zip(arrays, pointers, strict=True):
+            array.ptr = pointer  # type: ignore[assignment]
             array.place = place if array.place is on_gpu else array.place
-    values = [*values]
-    for number, array in zip(numbers, arrays, strict=True):
-        values[number] = array
+    values = with_others((*values, *arrays))
     by_place = len(values) - keywords
     result = function(*values[:by_place], **dict(zip(names[by_place:], values[by_place:], strict=True)))
     return place, arrays, values, result, objs, addresses
@@ -154,21 +153,16 @@ def _run_body(
 _Span = tuple[int, int, int, str]
 
 
-def _overlap_checks(given: Sequence[Array]) -> list[tuple[_Span, int, list[_Span]]]:
-    """For every array that is written: its bytes; the number of the input that it may be, or -1; and the arrays that it
-    must not overlap.
-
-    Args:
-        given: all arrays that the launcher of a call got.
-    """
-    given = [a for a in given if type(a.obj) is not Buffer]
-    others: list[_Span] = [(a.ptr.buffer.number, *a.extent(), a.name) for a in given]  # type: ignore[attr-defined]
+def _overlap_checks(place: CallPlace) -> list[tuple[_Span, int, list[_Span]]]:
+    """For every array of the caller that is written: its bytes; the number of the input that it may be, or -1; and the
+    arrays that it must not overlap."""
+    given = [a for a in place.given if a not in place.results] if place.results else place.given
+    others: dict[Array, _Span] = {a: (a.ptr.number, *a.extent(), a.name) for a in given}  # type: ignore[attr-defined]
     found = []
-    for a, span in [*zip(given, others, strict=True)]:
-        if a.written:
-            others.remove(span)
-            alike = a.may_be is not None and (a.shape, a.strides) == (a.may_be.shape, a.may_be.strides)
-            found.append((span, a.may_be.ptr.buffer.number if alike else -1, [*others]))  # type: ignore[union-attr]
+    for a in filter(_WRITTEN, [*others]):
+        span = others.pop(a)
+        alike = a.may_be is not None and (a.shape, a.strides) == (a.may_be.shape, a.may_be.strides)
+        found.append((span, a.may_be.ptr.number if alike else -1, [*others.values()]))  # type: ignore[union-attr]
     return found
 
 
@@ -246,7 +240,7 @@ class Prepared:
         self._stream = self._library.stream_reader(self.device)
         # Whether a stream is being captured. That is asked only for programs to which it makes a difference.
         self._is_capturing: Callable[[int], bool] = _never
-        self._overlap_checks = _overlap_checks(place.given) if True in map(_WRITTEN, place.given) else ()
+        self._overlap_checks = _overlap_checks(place) if True in map(_WRITTEN, place.given) else ()
         self._make_results = self._library.result_maker(place.results) if place.results else None
         constants = place.arrays + len(place.results)
         self._number_steps(place.program, constants)
@@ -291,7 +285,11 @@ class Prepared:
                 packer, fields, between = params.of.split(params.values, RUN_FIELDS)
                 picked = [0] * (len(fields) + len(between))
                 picked[::2] = self._add_items(between)
-                picked[1::2] = [*map(self._number_of, fields)]
+                numbers = [*map(_NUMBER, fields)]
+                while None in numbers:
+                    i = numbers.index(None)
+                    numbers[i] = self._number_of(fields[i])
+                picked[1::2] = numbers
                 packing = packers[id(params)] = packer.pack, picker(picked)
             made.append(_Launch(kernel.submitter(self.device), *grid, cluster, *packing))
             launches += 1
@@ -308,20 +306,17 @@ class Prepared:
         return range(start, start + len(items))
 
     def _number_of(self, field: Any) -> int:
-        """The number of the item that goes into a field of the types `RUN_FIELDS`."""
-        if type(field) is Pointer:
-            start = field.buffer.number
-            if start is not None and not field.offset:
-                return start
-        else:
-            if type(field) is Nonce:
-                self._nonces += self._add_items((0,))
-                return self._nonces[-1]
+        """The number of the item that goes into a field of the types `RUN_FIELDS`, except the start of an array."""
+        if type(field) is Nonce:
+            self._nonces += self._add_items((0,))
+            return self._nonces[-1]
+        if type(field) is PlanField:
             if self._plans is None:
                 self._plans, self._plan_key = PlanMemory(self._library, self.device), field.key
                 self._is_capturing = driver.runtime().streamIsCapturing
             return self._scratch_number + 1 + (field.name == "filled")
         buffer, offset = field.buffer, field.offset
+        start = buffer.number
         if start is None:
             start = self._scratch_number
             if buffer not in self._scratch_offsets:

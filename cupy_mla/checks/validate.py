@@ -20,6 +20,8 @@ INDEXER_ALIGNMENT = 4  # the same for the indexer's caches, whose blocks may hav
 
 
 def require_d_v(name: str, d_v: int) -> None:
+    if type(d_v) is int and d_v == D_V:
+        return
     require_integer(name, d_v, 1)
     if d_v != D_V:
         raise ValueError(f"{name} must be {D_V}, got {d_v}")
@@ -105,14 +107,25 @@ def require_cache(cache: Array, layout: Layout, alignment: int = ALIGNMENT) -> A
     """
     if len(cache.shape) == 4:
         cache.without_axis(2)
+    described = cache.name, None, None, cache.dtype, cache.shape, cache.strides, cache.ptr % ALIGNMENT
+    _check_cache(layout, alignment, *described)
+    return cache
+
+
+@lru_cache(maxsize=1024)
+def _check_cache(layout: Layout, alignment: int, *described: Any) -> None:
+    """`require_cache` of a cache without KV-head axis. The caches of a process have few shapes, so it is remembered.
+
+    Args:
+        described: the arguments of `Array`; the address modulo ALIGNMENT.
+    """
+    cache = Array(*described)
     cache.require(QUANTIZED if layout.quantized else layout.dtype, "num_blocks", "block_size", layout.last_axis)
     num_blocks, block_size, _ = cache.shape
     if block_size < 1:
         raise ValueError(f"{cache.name}: expected block_size >= 1, got shape {list(cache.shape)}")
-    if num_blocks == 0:
-        return cache
-    if not layout.quantized:
-        return cache
+    if num_blocks == 0 or not layout.quantized:
+        return
     if block_size > 1 and cache.strides[1] != layout.last_axis:
         apart = cache.strides[1] * cache.dtype.itemsize
         raise ValueError(f"{cache.name}: tokens of a block must lie {layout.token_bytes} bytes apart, got {apart}")
@@ -129,4 +142,3 @@ def require_cache(cache: Array, layout: Layout, alignment: int = ALIGNMENT) -> A
             f"{cache.name}: block stride must be a multiple of {alignment} bytes (writers of {layout.name} "
             f"pad a block of {block_size} tokens to {layout.block_bytes(block_size)} bytes), got {cache.strides[0]}"
         )
-    return cache

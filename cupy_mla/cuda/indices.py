@@ -18,7 +18,7 @@ from .structs import INT32, INT64, POINTER, Struct
 CONVERT = Struct(
     "ConvertParams", table=structs.BLOCK_TABLE, req_id=POINTER, positions=POINTER, prefill_ids=POINTER,
     prefill_starts=POINTER, out=POINTER, counts=POINTER, ends=POINTER, is_valid=POINTER, positions_stride=INT64,
-    out_stride=INT64, num_tokens=INT32, k=INT32, num_prefills=INT32, rows=INT32, aligned=INT32,
+    out_stride=INT64, num_tokens=INT32, k=INT32, num_prefills=INT32, rows=INT32, aligned=INT32, most=POINTER,
 )  # fmt: skip
 SLOTS = Struct(
     "SlotsParams", table=structs.BLOCK_TABLE, positions=structs.INTEGERS, request_ids=POINTER, out=POINTER,
@@ -33,9 +33,15 @@ POSITIONS_PER_BLOCK = 256
 
 
 @cache
-def convert_kernel(staged: int) -> Kernel:
-    """The kernel that copies block table rows of at most `staged` entries to shared memory; 0: it copies none."""
-    defines = {"STAGED": staged, "MAX_TOKENS_PER_BLOCK": MAX_TOKENS_PER_BLOCK, "BLOCKS_PER_SM": BLOCKS_PER_SM}
+def convert_kernel(staged: int, to_front: bool) -> Kernel:
+    """The kernel that copies block table rows of at most `staged` entries to shared memory; 0: it copies none.
+
+    `to_front`: it moves each row's slots to the front. Else they keep their places.
+    """
+    defines = {
+        "STAGED": staged, "MAX_TOKENS_PER_BLOCK": MAX_TOKENS_PER_BLOCK, "BLOCKS_PER_SM": BLOCKS_PER_SM,
+        "TO_FRONT": int(to_front),
+    }  # fmt: skip
     return Kernel("indices/convert.cu", CONVERT, defines)
 
 
@@ -45,7 +51,8 @@ SLOTS_KERNEL = Kernel("indices/slots.cu", SLOTS, {"POSITIONS_PER_BLOCK": POSITIO
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for staged in (0, *STAGES):
-        yield convert_kernel(staged)
+        for to_front in (False, True):
+            yield convert_kernel(staged, to_front)
     yield SLOTS_KERNEL
 
 
@@ -65,8 +72,9 @@ def convert_req_index_to_global_index(gpu: Gpu, a: Conversion) -> Program:
         out=out.ptr, counts=pointer(a.valid_counts), ends=pointer(a.ends), is_valid=pointer(a.is_valid_token),
         positions_stride=positions.strides[0], out_stride=out.strides[0], num_tokens=tokens, k=k,
         num_prefills=starts.shape[0] if starts else 0, rows=tokens_per_block, aligned=int(aligned),
+        most=pointer(a.most),
     )  # fmt: skip
-    return [Launch(convert_kernel(staged), (ceil_div(tokens, tokens_per_block), 1, 1), params)]
+    return [Launch(convert_kernel(staged, a.to_front), (ceil_div(tokens, tokens_per_block), 1, 1), params)]
 
 
 def slots_of(

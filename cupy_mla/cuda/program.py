@@ -30,7 +30,7 @@ class Buffer:
     Attributes:
         name: for error messages and debugging.
         number: the place among the call's arrays, results behind the arguments; None: it is scratch memory.
-        shape, dtype: those of a result or of scratch memory.
+        shape, dtype: those of scratch memory.
     """
 
     __slots__ = ("dtype", "name", "number", "shape")
@@ -64,32 +64,34 @@ class Buffer:
         return Pointer(self)
 
 
-@lru_cache(maxsize=1024)
-def argument_buffers(names: tuple[str, ...]) -> tuple[Buffer, ...]:
-    """The buffers of a call's arrays."""
-    return tuple(Buffer(name, number) for number, name in enumerate(names))
-
-
 class Pointer:
     """An address: a buffer, and an offset in bytes.
 
     Attributes:
-        address: where the buffer starts in the call that the program is made for; None: the call allocates it, at a
-            multiple of 256 bytes.
+        start: where the buffer starts, modulo ALIGNMENT. What the call allocates starts at a multiple of 256 bytes.
+        number: that of the buffer; None also within a buffer.
     """
 
-    __slots__ = ("address", "buffer", "offset")
+    __slots__ = ("buffer", "number", "offset", "start")
     buffer: Buffer
     offset: int
-    address: Any
+    start: int
+    number: int | None
 
-    def __init__(self, buffer: Buffer, offset: int = 0, address: Any = None) -> None:
+    def __init__(self, buffer: Buffer, offset: int = 0, start: int = 0) -> None:
         self.buffer = buffer
         self.offset = offset
-        self.address = address
+        self.start = start
+        self.number = None if offset else buffer.number
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def to(name: str, number: int, start: int = 0) -> Pointer:
+        """The pointer to an argument or a result."""
+        return Pointer(Buffer(name, number), 0, start)
 
     def __add__(self, nbytes: int) -> Pointer:
-        return Pointer(self.buffer, self.offset + nbytes, self.address)
+        return Pointer(self.buffer, self.offset + nbytes, self.start)
 
     __radd__ = __add__
 
@@ -97,7 +99,7 @@ class Pointer:
         """The address modulo `nbytes`, which must divide `ALIGNMENT`: calls of one key agree on no more."""
         if ALIGNMENT % nbytes:
             raise ValueError(f"alignment to {nbytes} bytes: calls that are alike agree on addresses modulo {ALIGNMENT}")
-        return ((self.address or 0) + self.offset) % nbytes
+        return (self.start + self.offset) % nbytes
 
     def __repr__(self) -> str:
         return f"{self.buffer!r} + {self.offset}"
@@ -106,6 +108,7 @@ class Pointer:
 class Nonce:
     """A field of a parameter struct: a multiple of 4 that no other run of any program has."""
 
+    number = None
     _numbers = count(int.from_bytes(os.urandom(7), "little") * 4, 4)
 
     @classmethod
@@ -146,6 +149,10 @@ class PlanField(NamedTuple):
     plan: Plan
     key: tuple[Any, ...]
     name: str
+
+    @property
+    def number(self) -> None:
+        """As of `Pointer`."""
 
 
 class Launch(NamedTuple):

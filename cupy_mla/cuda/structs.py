@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -24,9 +25,9 @@ class Packed(NamedTuple):
 
     def replaced(self, **fields: Any) -> Packed:
         """A copy with other values in some fields."""
-        values = list(self.values)
+        values, index = list(self.values), self.of.index
         for name, value in fields.items():
-            values[self.of.index[name]] = value
+            values[index[name]] = value
         return Packed(self.of, tuple(values))
 
     def part(self, base: Struct) -> Packed:
@@ -57,14 +58,9 @@ class Struct:
         self._own: list[tuple[str, int]] = []  # the fields that C++ knows by these names, and their offsets
         self._nested: list[Struct] = []
         self._base = base
-        # The struct that a field is, by its name; None: a number. Without the fields of the base, and with them.
-        self._own_inner = {field: of if isinstance(of, Struct) else None for field, of in fields.items()}
-        self._inner: dict[str, Struct | None] = {**({} if base is None else base._inner), **self._own_inner}
-        # The fields that are structs, with their places, the last one first: to replace it moves no other.
-        self._own_structs, self._structs = (
-            [(i, of) for i, of in enumerate(inner.values()) if of is not None][::-1]
-            for inner in (self._own_inner, self._inner)
-        )
+        own = {field: of if isinstance(of, Struct) else None for field, of in fields.items()}
+        self._own_fields: _Fields = _Fields.of(own)
+        self._fields: _Fields = _Fields.of(own if base is None else {**base._fields.inner, **own})
         self._alignment = 1
         end = 0
         if base is not None:
@@ -107,19 +103,19 @@ class Struct:
         Raises:
             TypeError: a field is missing, there is no such field, or the values are of another struct.
         """
-        inner, inner_structs = (self._own_inner, self._own_structs) if nested else (self._inner, self._structs)
+        inner, pick, structs, flat = self._own_fields if nested else self._fields
         if fields.keys() != inner.keys():
             raise self._misfit(nested, fields)
-        values = [*map(fields.__getitem__, inner)]
-        for place, of in inner_structs:
-            packed = values[place]
-            if not isinstance(packed, Packed) or packed.of is not of:
+        values: Sequence[Any] = [*map(fields.__getitem__, inner)]
+        if structs:
+            kinds, parts = zip(*pick(values), strict=True)  # each is `Packed`
+            if kinds != structs:
                 raise self._misfit(nested, fields)
-            values[place : place + 1] = packed.values
+            values = flat((*values, *chain.from_iterable(parts)))
         for packed in nested:
             if packed.of is not self._base:
                 raise self._misfit(nested, fields)
-            values[:0] = packed.values
+            values = *packed.values, *values
         return Packed(self, tuple(values))
 
     def _misfit(self, nested: Sequence[Packed], fields: Mapping[str, Any]) -> TypeError:
@@ -165,6 +161,34 @@ class Struct:
             said = f'"cupy_mla/cuda declares {self.name}::{field}"'
             # __INTADDR__ is what `offsetof` is made of in NVRTC, which has no <cstddef>.
             yield f"static_assert(__INTADDR__(&(({self.name}*)0)->{field}) == {offset}, {said});"
+
+
+class _Fields(NamedTuple):
+    """How the values of a struct are put together.
+
+    Attributes:
+        inner: the struct that a field is, by the field's name; None: a number.
+        pick, structs: picks the fields that are structs; these structs.
+        flat: picks the values from the fields and, behind them, those of the structs.
+    """
+
+    inner: dict[str, Struct | None]
+    pick: Callable[[Sequence[Any]], Sequence[Any]]
+    structs: tuple[Struct, ...]
+    flat: Callable[[Sequence[Any]], Sequence[Any]]
+
+    @classmethod
+    def of(cls, inner: dict[str, Struct | None]) -> _Fields:
+        """Those of fields by their names."""
+        places: list[int] = []
+        flat: list[int] = []
+        end = len(inner)
+        for i, of in enumerate(inner.values()):
+            if of is not None:
+                places.append(i)
+                end += len(of.index)
+            flat += [i] if of is None else range(end - len(of.index), end)
+        return cls(inner, picker(places), tuple(of for of in inner.values() if of is not None), picker(flat))
 
 
 class _Cut(NamedTuple):

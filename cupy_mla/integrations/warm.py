@@ -1,9 +1,11 @@
-"""Warm-up for engines: compiles the kernels before the first request, once per kind of layer, process and GPU."""
+"""Warm-up for engines: compiles the kernels before the first request, once per kind of layer, process and GPU. Warns of
+GPUs for which the engine has better ones."""
 
 from __future__ import annotations
 
 import logging
 import time
+from functools import cache
 
 import torch
 
@@ -29,6 +31,7 @@ def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device, logger: l
     if (layers, number) in _ready:
         return
     _ready.add((layers, number))
+    _warn_of_portable_kernels(number, logger)
     what = f"{layers.num_heads} heads over {layers.cache_layout} rows"
     if isinstance(layers, SparseMLAConfig):
         what += f", topk {layers.topk}"
@@ -45,3 +48,16 @@ def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device, logger: l
 
     kernels = warmup(layers, number, progress=progress)
     logger.info("cupy_mla: %d kernels are ready after %.1f s", len(kernels), time.perf_counter() - start)
+
+
+@cache
+def _warn_of_portable_kernels(number: int, logger: logging.Logger) -> None:
+    """Say once if the engine's own kernels should be faster: those that are made for GPUs newer than Hopper."""
+    major, minor = torch.cuda.get_device_capability(number)
+    if major >= 10:
+        logger.warning(
+            "cupy_mla: on compute capability %d.%d attention runs on the portable kernels, which were compiled but "
+            "never measured there. The engine's own backends have kernels made for it. Without CUPY_MLA_VLLM=override "
+            "or CUPY_MLA_SGLANG=override, and with another --attention-backend, they run.",
+            major, minor,
+        )  # fmt: skip

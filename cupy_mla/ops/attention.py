@@ -384,11 +384,13 @@ def decode(
     out, lse, q_scale, k_scale = rest
     require_known()
     extra_name = door.name("extra_indices")
-    require_together(**{"extra_k_cache": extra_k_cache, extra_name: extra_indices})
-    if door.extra_layout is not None and extra_k_cache is None:
-        raise ValueError(f"{door.name('extra_layout')} was given without extra_k_cache")
-    if extra_topk_length is not None and extra_indices is None:
-        raise ValueError(f"extra_topk_length was given without extra_k_cache and {extra_name}")
+    of_extra = extra_k_cache is not None or extra_indices is not None or extra_topk_length is not None
+    if of_extra or door.extra_layout is not None:
+        require_together(**{"extra_k_cache": extra_k_cache, extra_name: extra_indices})
+        if door.extra_layout is not None and extra_k_cache is None:
+            raise ValueError(f"{door.name('extra_layout')} was given without extra_k_cache")
+        if extra_topk_length is not None and extra_indices is None:
+            raise ValueError(f"extra_topk_length was given without extra_k_cache and {extra_name}")
     place, (q_, cache, idx) = bind(q=q, k_cache=k_cache, indices=indices)
     sink, length, extra, extra_idx, extra_length, out_, lse_ = place.optional(
         attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache, **{extra_name: extra_indices},
@@ -404,8 +406,8 @@ def decode(
         extra_idx.require(INT32, b, s_q, "extra_topk")
         if extra_length is not None:
             extra_length.require(INT32, b)
-    q_scale = scale_of_q(place, q_, q_scale, door.name("q_scale"))
-    k_scale = scale_of_rows(place, layout, k_scale, door.name("k_scale"))
+    q_scale = 1.0 if q_scale is None else scale_of_q(place, q_, q_scale, door.name("q_scale"))
+    k_scale = 1.0 if k_scale is None else scale_of_rows(place, layout, k_scale, door.name("k_scale"))
     batch_invariant = require_bool("batch_invariant", batch_invariant)
     if num_splits is not None:
         num_splits = require_integer("num_splits", num_splits, 1, MAX_SPLITS)

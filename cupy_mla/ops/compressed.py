@@ -44,7 +44,8 @@ def compute_global_topk_indices_and_lens(
 ) -> tuple[A, A]:
     """Map each query token's chosen compressed positions to slots, and count those that have one.
 
-    The mapping is that of `cupy_mla.convert_req_index_to_global_index`.
+    The mapping is that of `cupy_mla.convert_req_index_to_global_index`. Slots keep their entries' places, so a count is
+    a list's length only if -1 stands at the list's end alone.
 
     Args:
         topk_indices: [T, K] int32 compressed positions in the token's request, -1 at the end where there are fewer.

@@ -216,7 +216,8 @@ def decode(
 def faster_than_lists(place: Place, layout: Layout, shape: tuple[int, int, int], width: int, block_size: int) -> bool:
     """Whether decodes over all rows should take less time as `dense_decode` than with index lists of all rows.
 
-    On a GPU their times say so; it is False if a kernel or a division is forced. On the CPU it is True.
+    On a GPU their times say so, or that the portable kernel serves both; it is False if a kernel or a division is
+    forced. On the CPU it is True.
 
     Args:
         place: where the arrays are.

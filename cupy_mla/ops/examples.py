@@ -704,7 +704,8 @@ def convert_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         "prefill_request_ids": rng.integers(-1, end, tokens, dtype=np.int32),
         "prefill_workspace_starts": np.array([0, 50, first], np.int32), "return_valid_counts": True,
     }  # fmt: skip
-    calls: tuple[tuple[str, int, dict[str, Any]], ...] = (("of prefills", 65, prefills), ("", 64, {}))
+    # A CTA takes 2051 entries in two turns, between which its warps must not race.
+    calls: tuple[tuple[str, int, dict[str, Any]], ...] = (("of prefills", 2051, prefills), ("", 64, {}))
     for detail, width, more in calls:
         arguments = {
             "req_id": rng.integers(first, end, tokens, dtype=np.int32), "block_table": _block_table(rng, wanted, 2),

@@ -104,6 +104,9 @@ def convert_req_index_to_global_index(
     beyond the block table's width, where the request or the prefill does not exist (a number negative or too large),
     where the block or the prefill's start is negative, and where the result would not fit int32.
 
+    With `return_valid_counts` the entries of each row that are not -1 move to its front, in their order, and are
+    counted. Attention takes the counts as `topk_length`.
+
     Args:
         req_id: [T] int32 request of each token.
         block_table: [R, M] int32 blocks of each request.
@@ -111,13 +114,14 @@ def convert_req_index_to_global_index(
         block_size: tokens a block.
         prefill_request_ids: [T] int32 number of the prefill that a token belongs to, negative for decode tokens.
         prefill_workspace_starts: [P] int32 first workspace row of each prefill; goes with `prefill_request_ids`.
-        return_valid_counts: also count the entries of each row that are not -1.
+        return_valid_counts: move the entries of each row that are not -1 to its front, and return how many they are.
         block_stride_rows: rows from a block's first row to the next block's first row. It is larger than `block_size`
             if rows of other layers lie between the blocks of a cache that is read as flat rows. None: `block_size`.
         out: [T, K] int32, written in place when given; may be `token_indices` itself.
 
     Returns:
-        [T, K] int32, and with `return_valid_counts` also [T] int32.
+        [T, K] int32, entry (t, k) for position (t, k). With `return_valid_counts` [T, K] int32 without gaps, -1 behind
+        the last entry, and [T] int32.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -126,17 +130,22 @@ def convert_req_index_to_global_index(
 
     Example:
         >>> block_table = np.array([[3, 7], [4, 9]], np.int32)  # of two requests, blocks of 16 tokens
-        >>> positions = np.array([[0, 17, -1], [16, 2, 3]], np.int32)
+        >>> positions = np.array([[0, -1, 17], [16, 2, 3]], np.int32)
         >>> requests = np.array([0, 1], np.int32)
         >>> cupy_mla.convert_req_index_to_global_index(requests, block_table, positions, 16).tolist()
-        [[48, 113, -1], [144, 66, 67]]
+        [[48, -1, 113], [144, 66, 67]]
+        >>> slots, counts = cupy_mla.convert_req_index_to_global_index(
+        ...     requests, block_table, positions, 16, return_valid_counts=True
+        ... )
+        >>> slots.tolist(), counts.tolist()
+        ([[48, 113, -1], [144, 66, 67]], [2, 3])
     """
     counted = require_bool("return_valid_counts", return_valid_counts)
     given = Conversion(
         req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts, out,
-        block_stride_rows,
+        block_stride_rows, to_front=counted,
     )  # fmt: skip
-    slots, counts, _ = _convert(given, counted=counted)
+    slots, counts, _ = _convert(given)
     return (slots, counts) if counted else slots
 
 
@@ -155,7 +164,8 @@ def convert_to_slots_and_ends(
 ) -> tuple[A, A]:
     """`convert_req_index_to_global_index`, and where each row ends. Attention takes the ends as `topk_length`.
 
-    Attention then ignores the entries from a row's end on. Entries before it may still be -1.
+    Attention then ignores the entries from a row's end on. Every slot keeps its entry's place, so entries before the
+    end may be -1.
 
     Args:
         req_id, block_table, token_indices, block_size: as for `convert_req_index_to_global_index`.
@@ -183,6 +193,33 @@ def convert_to_slots_and_ends(
     )  # fmt: skip
     slots, _, ends = _convert(given, ended=True)
     return slots, ends
+
+
+@operation
+def convert_to_front(
+    req_id: AnyArray,
+    block_table: AnyArray,
+    token_indices: A,
+    block_size: int,
+    prefill_request_ids: AnyArray | None,
+    prefill_workspace_starts: AnyArray | None,
+    most: AnyArray,
+    *,
+    out: A,
+    counts: A,
+) -> None:
+    """`convert_req_index_to_global_index` with counts, and of each row no more entries than the caller says.
+
+    Args:
+        most: [T] int32 how many of each row's valid entries are kept, the first ones; 0 and below: none.
+        out: [T, K] int32, written in place.
+        counts: [T] int32 how many entries each row has then, written in place.
+    """
+    given = Conversion(
+        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts, out,
+        valid_counts=counts, to_front=True, most=most,
+    )  # fmt: skip
+    _convert(given)
 
 
 @operation
@@ -251,16 +288,15 @@ def require_block_stride(stride: int | None, block_size: int) -> int | None:
     return require_integer("block_stride_rows", stride, block_size, LARGEST_INT, "the rows of a block at least")
 
 
-def _convert(given: Conversion, *, counted: bool = False, ended: bool = False) -> tuple[Any, Any, Any]:
+def _convert(given: Conversion, *, ended: bool = False) -> tuple[Any, Any, Any]:
     """Check the arguments and convert.
 
     Args:
         given: the caller's arrays and settings, unchecked.
-        counted: also count the valid entries of each row.
         ended: also find where each row ends.
 
     Returns:
-        the slots, the counts or None, and the ends or None.
+        the slots; with `to_front` their counts, else None; and the ends or None.
     """
     block_size = require_integer("block_size", given.block_size, 1)
     stride = require_block_stride(given.block_stride_rows, block_size)
@@ -271,15 +307,19 @@ def _convert(given: Conversion, *, counted: bool = False, ended: bool = False) -
     place, (req, table, positions) = bind(
         req_id=given.req_id, block_table=given.block_table, token_indices=given.token_indices
     )
-    prefill, starts, out_, ends_ = place.optional(**prefills, out=given.out, ends=given.ends)
+    prefill, starts, out_, ends_, counts, most = place.optional(
+        **prefills, out=given.out, ends=given.ends, valid_counts=given.valid_counts, most=given.most
+    )
     tokens, k = positions.require(INT32, "T", "K").shape
     req.require(INT32, tokens)
     table.require(INT32, "R", "M")
     if prefill is not None and starts is not None:
         prefill.require(INT32, tokens)
         starts.require(INT32, "P")
+    if most is not None:
+        most.require(INT32, tokens)
     out_ = place.output("out", out_, (tokens, k), INT32, may_be=positions)
-    counts = place.output("valid_counts", None, (tokens,), INT32) if counted else None
+    counts = place.output("valid_counts", counts, (tokens,), INT32) if given.to_front else None
     ends_ = place.output("ends", ends_, (tokens,), INT32) if ended else None
     if arrays.CHECK_VALUES:
         check_requests(req, table.shape[0])
@@ -289,6 +329,9 @@ def _convert(given: Conversion, *, counted: bool = False, ended: bool = False) -
         check_positions(positions, table, block_size, numbers < 0)
     place.call(
         cuda.convert_req_index_to_global_index, reference.convert_req_index_to_global_index,
-        Conversion(req, table, positions, block_size, prefill, starts, out_, stride, counts, ends_),
+        Conversion(
+            req, table, positions, block_size, prefill, starts, out_, stride, counts, ends_, to_front=given.to_front,
+            most=most,
+        ),
     )  # fmt: skip
     return out_.obj, counts and counts.obj, ends_ and ends_.obj

@@ -106,7 +106,7 @@ def expand_pools_and_append_tail(
     """Positions of the tokens of chosen pools, in the pools' order, and behind them those of each token's tail.
 
     A list has no gaps: the tail follows the last chosen pool, and -1 the tail. (In vLLM the tail starts at column
-    `n * kpool`, with -1 before it.)
+    `n * kpool`, with -1 before it. `SparseMLAImpl.forward_mqa` takes such lists, too.)
 
     Args:
         pool_ids: [T, n] int32 pools that were chosen for each query token, each once. Entries that are no complete pool

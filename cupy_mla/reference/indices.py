@@ -18,8 +18,14 @@ def convert_req_index_to_global_index(a: Conversion) -> None:
         in_table = (positions >= 0) & (positions // a.block_size < a.block_table.shape[1])
         starts = _pick(a.prefill_workspace_starts, prefill)
         rows = np.where(prefill >= 0, np.where(in_table & (starts >= 0), starts + positions, -1), rows)
-    a.out[...] = np.where((rows >= 0) & (rows <= LARGEST), rows, -1)
-    found = a.out >= 0
+    found = (rows >= 0) & (rows <= LARGEST)
+    rows = np.where(found, rows, -1)
+    if a.to_front:
+        rows = np.take_along_axis(rows, np.argsort(~found, axis=1, kind="stable"), axis=1)
+        if a.most is not None:
+            rows[np.arange(rows.shape[1]) >= a.most[:, None]] = -1
+        found = rows >= 0
+    a.out[...] = rows
     if a.valid_counts is not None:
         a.valid_counts[...] = found.sum(axis=1)
         if a.is_valid_token is not None:

@@ -9,6 +9,9 @@
 //     store      8 e4m3 become 16 bytes of bf16. A lane loads 8 bytes at a time, not 16, so that neighbouring lanes
 //                store neighbouring 16 bytes
 //
+// Exact: codes, bf16 values, and codes times power-of-two or e4m3 scales. Times float32 scales (V32_FP8, V32_NOPE_FP8,
+// PLAIN_FP8) they are rounded once, to bf16.
+//
 // A token whose block does not exist becomes a row of zeros. Nothing is written beyond dst.
 // Shared memory: 8 bytes a thread. A CTA of 256 threads has 8 x 4 x 656 bytes under way.
 #include "rows/block_table.cuh"

@@ -11,6 +11,9 @@
 //     store      8 bytes of e4m3, 4 of e2m1 or 16 of bf16 a chunk; neighbouring lanes store neighbouring chunks
 //                V4_FP8, V4_NVFP4: the last 8 chunks are RoPE values and stay bf16
 //
+// Rounded: a value divided by its scale, once, to e4m3 or e2m1, with the bits of a float32 division; and the scale
+// itself. Exact: values that stay bf16.
+//
 // ALIGNED: all arrays allow 16-byte accesses. It is a constant of the variant: where the same load may be one wide
 // load or eight narrow ones, the compiler waits for it before it starts the next one, and the eight need registers.
 //

@@ -11,7 +11,14 @@
 //   counts   a row's valid entries: a sum over each warp, then an atomic add in shared memory
 //   ends     the place behind a row's last valid entry: a maximum over each warp, then an atomic maximum
 //
-// Shared memory (static): 4 * STAGED bytes, and 4 bytes a token.
+// TO_FRONT 1: a row's valid entries go to its front, in their order, and are counted; -1 stands behind them. A turn
+// takes 2048 entries of a row: each warp 256 neighbours, lane l of it entries l, l + 32, ... So a warp's loads are of
+// neighbours, as are its stores, whatever the width and the gaps. Ballots tell how many of the warp's valid entries
+// stand before each, and the sums of the warps before it how many of the CTA's. There are two sets of sums, so that one
+// barrier a turn is enough. It also orders all reads of a turn before its writes, so that a row may be written in place:
+// entries never move backwards.
+//
+// Shared memory (static): 4 * STAGED bytes, and 4 bytes a token, with TO_FRONT 64 bytes.
 #include "rows/block_table.cuh"
 
 // The launcher declares the same fields.
@@ -28,8 +35,9 @@ struct ConvertParams {
     int64_t positions_stride;       // items
     int64_t out_stride;
     int32_t num_tokens, k, num_prefills;
-    int32_t rows;     // tokens of a CTA
-    int32_t aligned;  // every row starts at a multiple of 16 bytes, in and out
+    int32_t rows;         // tokens of a CTA
+    int32_t aligned;      // every row starts at a multiple of 16 bytes, in and out
+    const int32_t* most;  // [num_tokens], with TO_FRONT: how many entries a row keeps, negative as 0; or null: all
 };
 
 constexpr int THREADS = 256, WIDE = 4, LOADS = 2;
@@ -37,7 +45,6 @@ constexpr int THREADS = 256, WIDE = 4, LOADS = 2;
 #if STAGED > 0
 __shared__ int32_t staged[STAGED];
 #endif
-__shared__ int32_t found[MAX_TOKENS_PER_BLOCK];  // each row's count or end
 
 // Where a token's entries are looked up.
 struct Lookup {
@@ -90,6 +97,71 @@ __device__ __forceinline__ Lookup lookup_of(const ConvertParams& p, int token, i
     return {row, -1};
 #endif
 }
+
+#if TO_FRONT
+
+constexpr int WARPS = THREADS / 32;
+constexpr int IN_TURN = LOADS * WIDE;  // entries that a thread takes
+
+__shared__ int32_t warp_sums[2][WARPS];  // valid entries of each warp, of two turns
+
+// The lanes whose entry is a slot.
+__device__ __forceinline__ uint32_t lanes_with_slot(int32_t entry) { return __ballot_sync(~0u, entry >= 0); }
+
+// Entries `begin`, `begin` + 32, ... of the `left` entries that stand at `from`; -1 behind them.
+__device__ __forceinline__ void load_turn(const int32_t* from, int begin, int left, int32_t (&entries)[IN_TURN]) {
+#pragma unroll
+    for (int i = 0; i < IN_TURN; ++i) entries[i] = begin + 32 * i < left ? from[begin + 32 * i] : -1;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(const __grid_constant__ ConvertParams p) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first = blockIdx.x * p.rows, rows = min(p.rows, p.num_tokens - first);
+    const int own = 32 * IN_TURN * warp + lane;  // the first entry that the thread takes
+    int32_t staged_request = -1;
+    int set = 0;
+
+    for (int row = 0; row < rows; ++row) {
+        const int token = first + row;
+        const int32_t* from = p.positions + token * p.positions_stride + own;
+        int32_t* to = p.out + token * p.out_stride;
+        int32_t entries[IN_TURN];
+        load_turn(from, 0, p.k - own, entries);
+        const Lookup in = lookup_of(p, token, staged_request);
+        const int most = p.most == nullptr ? p.k : max(p.most[token], 0);
+        int count = 0;
+        for (int begin = 0; begin < p.k; begin += THREADS * IN_TURN, set ^= 1) {
+            find_slots(p, in, entries);
+            int sum_of_warp = 0;
+#pragma unroll
+            for (const int32_t entry : entries) sum_of_warp += __popc(lanes_with_slot(entry));
+            if (lane == 0) warp_sums[set][warp] = sum_of_warp;
+            __syncthreads();
+            int place = count;  // of the next 32 entries' first slot
+#pragma unroll
+            for (int i = 0; i < WARPS; ++i) {
+                const int sum = warp_sums[set][i];
+                if (i < warp) place += sum;
+                count += sum;
+            }
+#pragma unroll
+            for (const int32_t entry : entries) {
+                const uint32_t lanes = lanes_with_slot(entry);
+                const int mine = place + __popc(lanes & ((1u << lane) - 1));
+                if (entry >= 0 && mine < most) to[mine] = entry;
+                place += __popc(lanes);
+            }
+            load_turn(from, begin + THREADS * IN_TURN, p.k - own, entries);
+        }
+        count = min(count, most);
+        for (int behind = count + threadIdx.x; behind < p.k; behind += THREADS) to[behind] = -1;
+        if (threadIdx.x == 0) p.counts[token] = count;
+    }
+}
+
+#else
+
+__shared__ int32_t found[MAX_TOKENS_PER_BLOCK];  // each row's count or end
 
 // The entries that a thread takes at a time: WIDE neighbours from `begin` on, then WIDE neighbours WIDE * THREADS
 // entries further on, and so on. Entries behind the row's end are -1.
@@ -172,6 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(con
         (p.ends == nullptr ? p.counts : p.ends)[token] = counts ? found[threadIdx.x] : 0;
     }
 }
+
+#endif
 
 // Read by the launcher.
 extern "C" __device__ int kernel_threads = THREADS;

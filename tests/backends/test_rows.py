@@ -97,9 +97,24 @@ class Served:
     def slots(self, request: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         return self.table[request, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
-    def check(self, query_lens: list[int], seq_lens: list[int], *, short: bool = False) -> None:
+    def chosen(self, position: int, *, pools: bool) -> tuple[np.ndarray, int]:
+        """The list of a token, and its count, both as vLLM makes them where keys stand for pools: the tail begins at
+        column topk, the columns between the last pool and it are -1."""
+        rng, kpool, width = self.rng, self.config.kpool, self.config.topk_width
+        row, seen = np.full(width, -1, np.int32), position + 1
+        if not pools:
+            tokens = rng.permutation(seen)[:width]
+            row[np.sort(rng.permutation(width)[: len(tokens)])] = tokens
+            return row, len(tokens)
+        whole = seen // kpool
+        for i, pool in enumerate(rng.permutation(whole)[: TOPK // kpool]):
+            row[i * kpool : (i + 1) * kpool] = np.arange(pool * kpool, (pool + 1) * kpool)
+        row[TOPK : TOPK + seen % kpool] = np.arange(whole * kpool, seen)
+        return row, seen if seen <= TOPK else TOPK + seen % kpool
+
+    def check(self, query_lens: list[int], seq_lens: list[int], *, short: bool = False, pools: bool = False) -> None:
         """A step. Of short contexts lists would name all tokens, but nobody may look at them. Prefills in separate mode
-        attend over rows that are rounded to bfloat16."""
+        attend over rows that are rounded to bfloat16. Lists have gaps."""
         batch, put, take = self.write(query_lens, seq_lens), self.kind.put, self.kind.take
         metadata, rng = self.builder.build(batch), self.rng
         tokens, width = len(batch.positions), self.config.topk_width
@@ -110,14 +125,14 @@ class Served:
         lists, counts = np.full((tokens, width), -1, np.int32), np.zeros(tokens, np.int32)
         want, want_lse, with_sinks = np.empty((tokens, HEADS, 512)), np.empty((tokens, HEADS)), []
         for t, position in enumerate(batch.positions):
-            chosen = rng.permutation(position + 1)[: MAX_MODEL_LEN if short else width]
+            lists[t], counts[t] = self.chosen(position, pools=pools)
+            chosen = np.arange(position + 1) if short else lists[t, lists[t] >= 0]
+            assert short or len(chosen) == counts[t]
             rows = oracle.named_rows(self.fmt, cache, self.slots(request[t], chosen))
             if t >= decode_tokens:
                 rows = rows.astype(BF16).astype(np.float64)
             want[t], _, want_lse[t] = oracle.attend(q[t], rows, SCALE, None)
             with_sinks.append(oracle.attend(q[t], rows, SCALE, self.sinks)[0])
-            counts[t] = len(chosen)
-            lists[t, : len(chosen)] = chosen
         if short:
             lists[...] = HOSTILE
         assert (metadata.dense_decodes is not None) == short
@@ -125,7 +140,7 @@ class Served:
         given = put(q)
         if rng.random() < 0.5:
             given = put(q[..., :512].copy()), put(q[..., 512:].copy())
-        told = {"valid_counts": put(counts)} if rng.random() < 0.5 and not short else {}
+        told = {"valid_counts": put(counts)} if pools or (rng.random() < 0.5 and not short) else {}
         arguments = given, self.cache, metadata, put(lists)
         out, lse = self.impl.forward_mqa(*arguments, return_lse=True, **told, **self.scale())
         oracle.assert_close(take(out), want, "prefill out")
@@ -144,6 +159,15 @@ def test_steps_on_one_buffer(kind, rng, fmt: oracle.Format, path: str, kpool: in
         served.check(query_lens, seq_lens)
         if served.of_call:
             served.fmt = replace(served.fmt, scale=0.0011)  # of another layer: earlier rows read as others
+
+
+@every_format
+@every_path
+def test_lists_of_pools_as_vllm_makes_them(kind, rng, fmt: oracle.Format, path: str) -> None:
+    """With its counts every token of a tail is attended."""
+    served = Served(kind, rng, fmt, path, kpool=4)
+    for query_lens, seq_lens in STEPS:
+        served.check(query_lens, seq_lens, pools=True)
 
 
 @every_format

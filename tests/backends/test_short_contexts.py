@@ -19,7 +19,7 @@ from cupy_mla.backends.workspace import Workspace
 from cupy_mla.bridges import Place
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver
-from cupy_mla.layouts import BF16_576, V32_FP8
+from cupy_mla.layouts import BF16_576, V32_FP8, V32_NVFP4, Layout
 from cupy_mla.metadata.batch import BatchMetadata
 from cupy_mla.metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from cupy_mla.ops.dense import faster_than_lists
@@ -235,7 +235,7 @@ def test_a_captured_step_takes_the_way_that_always_holds(monkeypatch, rng, path:
 
 
 def test_where_the_dense_way_is_faster(gpu) -> None:
-    """By what both ways are to take. Where nothing says that, or a kernel is forced, lists are taken."""
+    """By what both ways are to take. Where a kernel is forced, lists are taken."""
     place = Place("torch", 0)
     assert faster_than_lists(place, BF16_576, (64, 8, 16), 32, 64), "eight queries share their rows"
     with cupy_mla.forced("portable"):
@@ -243,12 +243,24 @@ def test_where_the_dense_way_is_faster(gpu) -> None:
     assert faster_than_lists(Place("torch", HOST), V32_FP8, (1, 1, 1), 1, 64)
 
 
-def test_where_nothing_is_known(monkeypatch) -> None:
-    """The portable kernel alone serves an A100; how long its dense attention takes was not measured."""
+@pytest.mark.parametrize("capability", [80, 89, 100, 120])
+@pytest.mark.parametrize("layout", [BF16_576, V32_FP8, V32_NVFP4], ids=lambda layout: layout.name)
+def test_where_the_portable_kernel_serves_both_ways(monkeypatch, capability: int, layout: Layout) -> None:
+    """The dense way is taken, but not where a division is forced."""
     pytest.importorskip("torch")
-    FakeGPU(monkeypatch, capability=80)
+    FakeGPU(monkeypatch, capability=capability)
     assert isinstance(driver.gpu(0), driver.Gpu)
-    assert not faster_than_lists(Place("torch", 0), BF16_576, (64, 8, 16), 32, 64)
+    place, of_requests = Place("torch", 0), ((1, 1, 16), (64, 8, 16), (2, 2, 128))
+    assert all(faster_than_lists(place, layout, shape, 32, 64) for shape in of_requests)
+    with cupy_mla.forced(division="whole"):
+        assert not any(faster_than_lists(place, layout, shape, 32, 64) for shape in of_requests)
+
+
+def test_where_the_portable_kernel_serves_dense_attention_alone(monkeypatch) -> None:
+    """NVFP4 rows on Hopper: lists have a kernel of their own, and are taken."""
+    pytest.importorskip("torch")
+    FakeGPU(monkeypatch, 132, 90)
+    assert not faster_than_lists(Place("torch", 0), V32_NVFP4, (64, 8, 16), 32, 64)
 
 
 def test_v4_layers_have_no_lists_of_all_tokens() -> None:

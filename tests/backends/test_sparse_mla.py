@@ -21,7 +21,7 @@ from cupy_mla.metadata.batch import BatchMetadata
 from cupy_mla.metadata.indexer import IndexerMetadataBuilder
 from cupy_mla.metadata.sparse_mla import SparseMLAMetadataBuilder
 from cupy_mla.ops.attention import planned_decode
-from tests import oracle
+from tests import oracle, oracle_indices
 from tests.cases import latent, queries, sinks
 from tests.kinds import BF16, NumPy, gapped, poisoned
 
@@ -143,13 +143,15 @@ class Engine:
     def poison_workspace(self) -> None:
         self.workspace.get_simultaneous(((self.workspace.size,), np.uint8))[0][...] = 0xFF
 
-    def run(self, step: Step, *, pair: bool = False, out: np.ndarray | None = None) -> np.ndarray:
+    def run(
+        self, step: Step, *, pair: bool = False, out: np.ndarray | None = None, counts: np.ndarray | None = None
+    ) -> np.ndarray:
         put = self.kind.put
         metadata = self.builder.build(step.batch)
         q = (put(step.q)[..., :512], put(step.q[..., 512:].copy())) if pair else put(step.q)
         self.poison_workspace()
-        there = put(out)
-        got = self.impl.forward_mqa(q, put(step.caches[self.layout]), metadata, put(step.topk_indices), out=there)
+        there, cache, lists = put(out), put(step.caches[self.layout]), put(step.topk_indices)
+        got = self.impl.forward_mqa(q, cache, metadata, lists, valid_counts=put(counts), out=there)
         assert self.kind.is_mine(got)
         assert there is None or got is there
         return self.kind.take(got)
@@ -298,9 +300,10 @@ def test_sinks(kind, rng, path: str, heads: int) -> None:
 def test_attention_is_told_where_lists_end(
     kind, rng, monkeypatch: pytest.MonkeyPatch, path: str, counted: bool
 ) -> None:
-    """So a decode's time goes with the rows that exist. -1 stands behind, and may stand before."""
+    """So a decode's time goes with the rows that exist. -1 may stand before the end if the caller told no count."""
     step = make_step(rng, 8, [1] * 7)
-    counts = np.array([max(np.flatnonzero(row >= 0), default=-1) + 1 for row in step.topk_indices], np.int32)
+    counts = (step.topk_indices >= 0).sum(axis=1).astype(np.int32)
+    ends = [max(np.flatnonzero(row >= 0), default=-1) + 1 for row in step.topk_indices]
     engine, put, told = Engine(kind, path, 8), kind.put, []
 
     def record(q, cache, indices, ends, *args, **others):
@@ -311,7 +314,32 @@ def test_attention_is_told_where_lists_end(
     arguments = (put(step.q), put(step.caches[engine.layout]), engine.builder.build(step.batch), put(step.topk_indices))
     more = {"valid_counts": put(counts)} if counted else {}
     assert_result(kind.take(engine.impl.forward_mqa(*arguments, **more)), step.want)
-    assert told == counts.tolist()
+    assert told == (counts.tolist() if counted else ends)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("query_lens", [[1] * 5, [1, 2, 9, 3]], ids=str)
+def test_counts_of_lists_with_gaps(kind, rng, path: str, query_lens: list[int]) -> None:
+    """A decode and a prefill attend exactly as many entries as the caller counts, in layers that share lists, too. With
+    a count beyond them, as where they end, they attend all; with a smaller one the first."""
+    step, put = make_step(rng, 8, query_lens), kind.put
+    engine, valid = Engine(kind, path, 8), (step.topk_indices >= 0).sum(axis=1)
+    groups = IndexGroups(engine.impl.config, layer_sources(2, [0]), engine.workspace.place)
+    q, cache, metadata = put(step.q), put(step.caches[engine.layout]), engine.builder.build(step.batch)
+    fewer, _ = oracle_indices.to_front(step.topk_indices, valid // 2)
+    half = kind.take(engine.impl.forward_mqa(q, cache, metadata, put(fewer))).astype(np.float64)
+    for counts, want in (
+        (valid, step.want), (np.full(len(valid), TOPK), step.want), (valid + 2**30, step.want), (valid // 2, half)
+    ):  # fmt: skip
+        lists, told = put(step.topk_indices), put(counts.astype(np.int32))
+        engine.poison_workspace()
+        assert_result(kind.take(engine.impl.forward_mqa(q, cache, metadata, lists, valid_counts=told)), want)
+        np.testing.assert_array_equal(kind.take(told), counts)
+        np.testing.assert_array_equal(kind.take(lists), step.topk_indices)
+        groups.build(metadata)
+        shared = groups.put(0, lists, told)
+        np.testing.assert_array_equal(kind.take(shared.lens), np.minimum(counts, valid))
+        assert_result(kind.take(engine.impl.forward_mqa(q, cache, metadata, groups.get(1))), want)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -379,6 +407,7 @@ def test_groups_refuse_what_does_not_fit(rng) -> None:
         (lambda: groups.put(2, chosen), ValueError, "layer: 2 has no list of its own, it uses that of layer 1"),
         (lambda: groups.put(7, chosen), ValueError, r"layer must be in 0\.\.6, layers of the model, got 7"),
         (lambda: groups.put(1, chosen[:5]), ValueError, r"topk_indices: expected shape \[6, 20\]"),
+        (lambda: groups.put(1, chosen, chosen[0]), ValueError, r"valid_counts: expected shape \[6\]"),
         (lambda: groups.put(1, chosen), None, ""),
         (lambda: groups.get(5), ValueError, "layer: 5 uses the list of layer 4, this step has that of layer 1"),
         (lambda: IndexGroups(SparseMLAConfig(8, 512), ()), ValueError, "config: layers of compress ratio 1 have no"),

@@ -101,6 +101,6 @@ def test_what_a_key_has_of_a_tensor(name):
     assert key_of(head, [plain])[0] == key_of(head, [torch.ones(4, 8)])[0] != key_of(head, [other])[0]
     with torch.no_grad():
         assert (key_of(head, [plain])[0] == key_of(head, [other])[0]) == (name == "gradient")
-    _, (arrays, _, addresses) = key_of(head, [plain, other])
+    _, (arrays, _, addresses, _) = key_of(head, [plain, other])
     assert [*map(id, arrays)] == [id(plain), id(other)]
     assert addresses == [plain.data_ptr(), other.data_ptr()]

@@ -142,7 +142,7 @@ def attention_with(**changes: str | Struct | None) -> Struct:
     """`struct AttentionParams` with wrong fields: other types, or (None) fields left out."""
     fields: dict[str, str | Struct] = {}
     for field, _ in structs.ATTENTION._own:
-        nested = structs.ATTENTION._own_inner[field]
+        nested = structs.ATTENTION._fields.inner[field]
         fields[field] = nested or structs.ATTENTION.codes[structs.ATTENTION.index[field]]
     assert Struct("AttentionParams", **fields).offsets == structs.ATTENTION.offsets
     return Struct("AttentionParams", **{f: code for f, code in (fields | changes).items() if code is not None})

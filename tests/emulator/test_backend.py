@@ -34,6 +34,8 @@ def test_steps(emulated, kind, rng, monkeypatch: pytest.MonkeyPatch, path: str) 
     for query_lens in ([1, 1, 1], [1, 1, 6, 3]):
         step = make_step(rng, 8, query_lens)
         assert_result(engine.run(step), step.want)
+        counts = (step.topk_indices >= 0).sum(axis=1).astype(np.int32)
+        assert_result(engine.run(step, counts=counts), step.want)
     assert "convert" in emulated.launched
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ..ops import test_indices as of_operation
 from ..ops.test_indices import check
+from .again import again
 
 
 @pytest.mark.long(sample=2)
 @pytest.mark.parametrize(
     ("tokens", "k", "width"),
-    [(1, 1, 1), (7, 2049, 40), (40, 5, 300), (120, 2052, 700), (133, 31, 5000), (150, 100, 13_000)],
+    [(1, 1, 1), (7, 2049, 40), (10, 1500, 90), (40, 5, 300), (120, 2052, 700), (133, 31, 5000), (150, 100, 13_000)],
 )
 def test_slots(kind, rng, tokens: int, k: int, width: int) -> None:
     """Lists with holes, whole, empty, of one entry; tokens of decodes and of prefills. Rows of the table are copied to
@@ -26,3 +28,8 @@ def test_slots(kind, rng, tokens: int, k: int, width: int) -> None:
     check(kind, request, table, positions, block_size)
     check(kind, request, table, positions, block_size, prefills, starts)
     check(kind, request, table, positions, block_size, prefills, starts, stride=block_size + 5)
+
+
+test_in_place = pytest.mark.long(sample=1)(
+    again(of_operation.test_to_the_front_in_place, (24, 0), (5001, 3), (4100, 0))
+)

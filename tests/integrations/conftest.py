@@ -36,7 +36,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
     warm = importlib.import_module("cupy_mla.integrations.warm")
     calls: list[tuple[Any, int]] = []
     monkeypatch.setattr(warm, "_ready", set())
+    warm._warn_of_portable_kernels.cache_clear()
     monkeypatch.setattr(warm, "warmup", lambda config, device, progress: calls.append((config, device)) or [])
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     return calls
 
 
@@ -52,7 +54,9 @@ def vllm(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(package.parent))
     yield
-    with_vllm = ("sparse_mla", "indexer", "fused", "deepseek_v4", "short", "dense_mla", "told", "warm")
+    with_vllm = (
+        "sparse_mla", "indexer", "fused", "v4_layers", "deepseek_v4", "deepseek_v41", "short", "dense_mla", "warm",
+    )  # fmt: skip
     adapters = [f"{plugin.__name__}.{name}" for name in with_vllm]
     for name in with_vllm:
         vars(plugin).pop(name, None)

@@ -66,6 +66,17 @@ class Asked:
         return sum(n <= 1 for n in self.query_lens)
 
 
+def tokens_of(asked: list[tuple[int, int, int]]) -> tuple[list[int], list[int], list[int], np.ndarray, np.ndarray]:
+    """Of requests as in ORDER: their numbers, query tokens and lengths, where their query tokens begin, and the request
+    of each token. Tokens of request 0 behind them pad a batch of decodes to one for each request."""
+    which, query_lens, seq_lens = (list(each) for each in zip(*asked, strict=True))
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    own = int(starts[-1])
+    requests = np.zeros(max(own, len(which)) if max(query_lens) == 1 else own, np.int32)
+    requests[:own] = np.repeat(np.arange(len(which)), query_lens)
+    return which, query_lens, seq_lens, starts, requests
+
+
 def random_cache(rng: np.random.Generator, blocks: int, size: int) -> torch.Tensor:
     """Random rows; blocks are multiples of 576 bytes, as vLLM's."""
     stride = -(-size * 584 // 576) * 576
@@ -106,12 +117,9 @@ class Layer:
         Args:
             visible: [T] how many tokens of its image a token sees before and behind it.
         """
-        which, query_lens, seq_lens = (list(each) for each in zip(*ORDER.get(name, GUESSED), strict=True))
-        starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-        own = int(starts[-1])
-        tokens = max(own, len(which)) if max(query_lens) == 1 else own
-        requests, positions = np.zeros(tokens, np.int32), np.zeros(tokens, np.int64)
-        requests[:own] = np.repeat(np.arange(len(which)), query_lens)
+        which, query_lens, seq_lens, starts, requests = tokens_of(ORDER.get(name, GUESSED))
+        own, tokens = int(starts[-1]), len(requests)
+        positions = np.zeros(tokens, np.int64)
         slots, lists = np.full(tokens, -1, np.int64), np.full((tokens, TOPK), -1, np.int32)
         window_table, table = (each[which] for each in self._tables)
         q, want = queries(self._rng, tokens, self.heads, 512), np.zeros((tokens, self.heads, 512))

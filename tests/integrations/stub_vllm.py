@@ -38,6 +38,7 @@ SOURCES = {
     "config/parallel": """
         class ParallelConfig:
             cp_kv_cache_interleave_size: int
+            prefill_context_parallel_size: int
         """,
     "config/scheduler": """
         class SchedulerConfig:
@@ -281,6 +282,107 @@ SOURCES = {
             c128a_decode_topk_lens: Any = None
             c128a_prefill_topk_indices: Any = None
         """,
+    "models/deepseek_v41/__init__": """
+        from vllm.models.deepseek_v41.nvidia.model import DeepseekV41ForCausalLM
+        """,
+    "models/deepseek_v41/nvidia/__init__": "",
+    "models/deepseek_v41/nvidia/model": """
+        import torch
+
+        from vllm.models.deepseek_v41.nvidia.flashmla import DeepseekV4FlashMLAAttention
+
+        class DeepseekV4FlashInferMLAAttention:
+            def __init__(self, vllm_config, prefix, **more):
+                pass
+
+        def _select_dsv4_attn_cls(vllm_config):
+            of = vllm_config.attention_config.backend
+            return DeepseekV4FlashInferMLAAttention if of == "FLASHINFER" else DeepseekV4FlashMLAAttention
+
+        class DeepseekV4DecoderLayer:
+            def __init__(self, vllm_config, prefix, **more):
+                self.attn = _select_dsv4_attn_cls(vllm_config)(vllm_config, prefix=prefix, **more)
+
+        class DeepseekV41ForCausalLM:
+            def __init__(self, *, vllm_config, prefix=""):
+                text, tokens = vllm_config.model_config.hf_config, vllm_config.scheduler_config.max_num_batched_tokens
+                shared = {
+                    "topk_indices_buffer": torch.empty(tokens, text.index_topk, dtype=torch.int32),
+                    "candidate_block_buffer": torch.empty(tokens, text.candidate_topk_blocks, dtype=torch.int32),
+                    "others": [],
+                }
+                names = range(len(text.compress_ratios))
+                self.layers = [DeepseekV4DecoderLayer(vllm_config, f"{prefix}{name}", **shared) for name in names]
+        """,
+    "models/deepseek_v41/nvidia/flashmla": """
+        from vllm.models.deepseek_v41.attention import DeepseekV4Attention
+
+        class DeepseekV4FlashMLAAttention(DeepseekV4Attention):
+            @classmethod
+            def get_padded_num_q_heads(cls, num_heads):
+                return 64 if num_heads <= 64 else 128
+
+            def forward_mqa(self, q, kv, positions, output):
+                output.zero_()
+        """,
+    "models/deepseek_v41/attention": """
+        from types import SimpleNamespace
+
+        import torch
+
+        from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+        from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+
+        def _use_v41_mxfp8_kv_record():
+            return False
+
+        class DeepseekV4Indexer:
+            def __init__(self, layer, text, k_cache, candidates):
+                number = int(layer.prefix)
+                self.k_cache, self.indexer_op = k_cache, SparseAttnIndexer(
+                    candidate_blocks=candidates if number >= text.candidate_source_layer_id else None,
+                    candidate_block_size=text.candidate_block_size,
+                    candidate_write=number == text.candidate_source_layer_id,
+                )
+                self.indexer_op.k_cache, self.indexer_op.topk_indices_buffer = k_cache, layer.topk_indices_buffer
+                self.indexer_op.compress_ratio, self.indexer_op.topk_tokens = layer.compress_ratio, text.index_topk
+
+        class DeepseekV4Attention:
+            PREFILL_CHUNK_SIZE = 4
+
+            def __init__(self, vllm_config, prefix, topk_indices_buffer, candidate_block_buffer, others):
+                model, text, number = vllm_config.model_config, vllm_config.model_config.hf_config, len(others)
+                others.append(self)
+                self.prefix, self.compress_ratio, self.others = prefix, text.compress_ratios[number], others
+                self.padded_heads = self.get_padded_num_q_heads(model.get_num_attention_heads(None))
+                self.attn_sink = torch.full((self.padded_heads,), -torch.inf)
+                self.scale, self.window_size = 512**-0.5, text.sliding_window
+                self.max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+                self.kv_cache, self.topk_indices_buffer = None, topk_indices_buffer
+                self.swa_cache_layer = DeepseekV4SWACache(prefix + ".swa_cache")
+                self.indexer = self.compressed_cache_prefix = None
+                if self.compress_ratio:
+                    source = max(layer for layer in text.kv_source_layer_ids if layer <= number)
+                    self.compressed_cache_prefix = others[source].prefix
+                if number in text.index_source_layer_ids:
+                    own = source == number
+                    keys = SimpleNamespace(prefix=prefix + ".keys") if own else others[source].indexer.k_cache
+                    self.indexer = DeepseekV4Indexer(self, text, keys, candidate_block_buffer)
+                    self.indexer.indexer_op.max_model_len = model.max_model_len // self.compress_ratio
+                    self.indexer.indexer_op.max_total_seq_len = 4 * model.max_model_len // self.compress_ratio
+
+            def _compressed_kv_cache(self):
+                return self.others[int(self.compressed_cache_prefix)].kv_cache
+        """,
+    "models/deepseek_v41/sparse_mla": """
+        from dataclasses import dataclass
+        from typing import Any
+
+        @dataclass
+        class DeepseekV4FlashMLAMetadata:
+            block_table: Any
+            block_size: int
+        """,
     "v1/attention/backends/mla/sparse_swa": """
         from dataclasses import dataclass
         from typing import Any
@@ -310,10 +412,11 @@ SOURCES = {
             def get_prefill_chunk_plan(self, compress_ratio, prefill_chunk_size, has_compressed=None):
                 "Two requests at a time."
                 assert prefill_chunk_size == 4
+                compressed = compress_ratio > 1 if has_compressed is None else has_compressed
                 plan = []
                 for start in range(0, self.num_prefills, 2):
                     lens = self.prefill_seq_lens[start : start + 2]
-                    rows = int(lens.max()) // compress_ratio if compress_ratio > 1 else 0
+                    rows = int(lens.max()) // compress_ratio if compressed else 0
                     most = int(self.prefill_gather_lens[start : start + 2].max())
                     plan.append((start, start + len(lens), rows, rows + most))
                 return plan
@@ -547,11 +650,16 @@ SOURCES = {
                 topk_buffer[: self.half, :width] = 7
 
         class SparseAttnIndexer:
-            def __init__(self, use_pcp=False, dcp_world_size=1, use_fp4_cache=False, candidate_blocks=None):
+            def __init__(
+                self, use_pcp=False, dcp_world_size=1, use_fp4_cache=False, candidate_blocks=None,
+                candidate_block_size=0, candidate_write=False, topk_tokens=0,
+            ):
+                self.topk_tokens = topk_tokens
                 self.use_pcp, self.dcp_world_size, self.use_fp4_cache = use_pcp, dcp_world_size, use_fp4_cache
-                self.candidate_blocks = candidate_blocks
+                self.candidate_blocks, self.candidate_block_size = candidate_blocks, candidate_block_size
+                self.candidate_write = candidate_write
                 self.k_cache = self.topk_indices_buffer = None
-                self.compress_ratio = self.topk_tokens = self.max_model_len = self.max_total_seq_len = 0
+                self.compress_ratio = self.max_model_len = self.max_total_seq_len = 0
 
             def forward(self, hidden_states, q_quant, k, weights):
                 return "stock"

@@ -43,6 +43,7 @@ def test_vllm(caplog, version: str) -> None:
     assert plugin.is_served(package)
     assert plugin.has_dense_mla(package)
     assert plugin.has_deepseek_v4(package)
+    assert plugin.has_deepseek_v41(package)
     assert caplog.records == []
 
 
@@ -61,6 +62,8 @@ def test_steps_by_the_classes_of_the_wheel(rng_seed, version: str) -> None:
     assert "bytes of the fused kernels below 8.9" in result.stdout
     assert "what stands in for TileLang and CuTe DSL" in result.stdout
     assert result.stdout.count("DeepSeek-V4's layers") == 3
+    assert result.stdout.count("steps of DeepSeek-V4.1's layers") == 2
+    assert "a draft model's layer" in result.stdout
 
 
 @pytest.mark.contracts

@@ -1,6 +1,7 @@
 """The vLLM plug-in on stand-ins of vLLM's classes, on the CPU: what it registers, and when it registers nothing.
 
-What it attends, caches and chooses: `test_vllm_sparse`, `test_vllm_indexer`, `test_vllm_dense`, `test_vllm_v4`.
+What it attends, caches and chooses: `test_vllm_sparse`, `test_vllm_indexer`, `test_vllm_dense`, `test_vllm_v4`,
+`test_vllm_v41`.
 """
 
 from __future__ import annotations
@@ -79,28 +80,34 @@ def test_registers(vllm, monkeypatch, caplog, mode: str | None, places: list[str
     assert caplog.records == []
 
 
+V4 = {"deepseek_v4": "DeepseekV4ForCausalLM", "deepseek_v41": "DeepseekV41ForCausalLM"}  # by module
+OURS = {model: f"{plugin.__name__}.{module}:{model}" for module, model in V4.items()}
+
+
 @pytest.mark.parametrize("mode", plugin.MODES)
 def test_deepseek_v4_is_overridden_only_when_asked(vllm, monkeypatch, mode: str) -> None:
-    """Its attention has no backend to select. The model's module is named, not imported."""
+    """Its attention has no backend to select. The models' modules are named, not imported. V4.1 likewise."""
     monkeypatch.setenv("CUPY_MLA_VLLM", mode)
     plugin.register()
     models = loaded("vllm.model_executor.models.registry").ModelRegistry.models
-    name = "DeepseekV4ForCausalLM"
-    assert models == ({name: f"{plugin.__name__}.deepseek_v4:{name}"} if mode == "override" else {})
-    assert "vllm.models.deepseek_v4" not in sys.modules
+    assert models == (OURS if mode == "override" else {})
+    assert not {f"vllm.models.{module}" for module in V4} & sys.modules.keys()
 
 
-def test_another_deepseek_v4_is_left_alone(package, tmp_path, vllm, monkeypatch, caplog) -> None:
-    """The backend is registered all the same."""
-    path = another(package, tmp_path, monkeypatch) / "models/deepseek_v4/nvidia/model.py"
+@pytest.mark.parametrize("module", V4)
+def test_another_deepseek_v4_is_left_alone(package, tmp_path, vllm, monkeypatch, caplog, module: str) -> None:
+    """The backend is registered all the same, and the other of both models. V4.1 likewise."""
+    path = another(package, tmp_path, monkeypatch) / f"models/{module}/nvidia/model.py"
     path.write_text(path.read_text().replace("_select_dsv4_attn_cls", "select"))
     monkeypatch.setenv("CUPY_MLA_VLLM", "override")
     plugin.register()
     (record,) = caplog.records
-    missing = "Missing: models.deepseek_v4.nvidia.model: _select_dsv4_attn_cls(vllm_config)"
-    assert record.getMessage().endswith(missing)
+    name = {"deepseek_v4": "DeepSeek-V4", "deepseek_v41": "DeepSeek-V4.1"}[module]
+    missing = f"models.{module}.nvidia.model: _select_dsv4_attn_cls(vllm_config)"
+    assert record.getMessage() == f"cupy_mla leaves this vLLM's {name} alone. Missing: {missing}"
     assert list(loaded("vllm.v1.attention.backends.registry").registered) == list(plugin.PLACES["override"])
-    assert loaded("vllm.model_executor.models.registry").ModelRegistry.models == {}
+    models = loaded("vllm.model_executor.models.registry").ModelRegistry.models
+    assert models == {model: path for model, path in OURS.items() if model != V4[module]}
 
 
 def test_off_does_nothing(vllm, monkeypatch) -> None:
@@ -195,3 +202,4 @@ def test_the_stand_ins_are_what_the_plug_in_needs(package) -> None:
     assert plugin.missing(package, plugin.SPARSE_MLA) == []
     assert plugin.missing(package, plugin.DENSE_MLA) == []
     assert plugin.missing(package, plugin.DEEPSEEK_V4) == []
+    assert plugin.missing(package, plugin.DEEPSEEK_V41) == []

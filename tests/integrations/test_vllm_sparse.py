@@ -65,20 +65,6 @@ def test_backend(adapter) -> None:
     assert builder._cudagraph_support.name == "UNIFORM_BATCH", "full graphs hold decodes, speculative ones too"
 
 
-@pytest.mark.parametrize(("gpu", "warned"), [((8, 0), 0), ((9, 0), 0), ((10, 0), 1), ((12, 1), 1), (None, 0)])
-def test_a_newer_gpu_is_warned_of_portable_kernels(adapter, monkeypatch, caplog, gpu, warned: int) -> None:
-    """Once, when a layer is made."""
-    capability = gpu and SimpleNamespace(major=gpu[0], minor=gpu[1])
-    monkeypatch.setattr(loaded("vllm.platforms").current_platform, "get_device_capability", lambda: capability)
-    lists = torch.zeros(4, 8, dtype=torch.int32)
-    with caplog.at_level("WARNING", logger="vllm.cupy_mla"):
-        for _ in range(2):
-            adapter.CupyMLASparseImpl(0.1, "auto", 64, lists)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == warned
-    assert all(f"compute capability {gpu[0]}.{gpu[1]} attention runs on the portable" in m for m in messages)
-
-
 @contextmanager
 def of_ranks(count: int) -> Iterator[None]:
     """Layers that are made meanwhile share rows with other ranks."""

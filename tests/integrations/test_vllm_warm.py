@@ -27,6 +27,7 @@ SCALE, TOPK = 0.1, 2048
 def nothing_is_ready(monkeypatch) -> None:
     """In this process."""
     monkeypatch.setattr(warm, "_ready", set())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
 @pytest.fixture
@@ -109,16 +110,17 @@ def test_models_without_an_indexer(vllm, asked, caplog) -> None:
     assert (config.cache_layout, config.num_speculative_tokens) == ("plain_fp8", 2)
 
 
-def test_models_without_an_indexer_on_a_newer_gpu(vllm, asked, monkeypatch, caplog) -> None:
-    """One warning of the portable kernels for all groups of layers."""
-    capability = SimpleNamespace(major=12, minor=0)
-    monkeypatch.setattr(loaded("vllm.platforms").current_platform, "get_device_capability", lambda: capability)
-    make = importlib.import_module(f"{plugin.__name__}.dense_mla").CupyMLADenseBuilder
-    of = engine(model_config=model_of(16), parallel_config=None)
-    for _ in range(2):
-        make(SimpleNamespace(dtype=torch.bfloat16), ["a"], of, GPU)
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "compute capability 12.0 attention runs on the portable kernels" in warning
+@pytest.mark.parametrize(("gpu", "warned"), [((8, 0), 0), ((9, 0), 0), ((10, 3), 1), ((12, 1), 1)])
+def test_a_newer_gpu_is_warned_of_portable_kernels(adapter, asked, monkeypatch, caplog, gpu, warned: int) -> None:
+    """Once for all kinds of layers."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
+    loaded("vllm.config").current = engine()
+    for heads in (8, 16):
+        layer(adapter, "auto", heads=heads).process_weights_after_loading(torch.bfloat16)
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(asked) == 2
+    assert len(messages) == warned
+    assert all(f"compute capability {gpu[0]}.{gpu[1]} attention runs on the portable" in m for m in messages)
 
 
 def test_ranks_without_an_indexer_attend_with_the_heads_of_all(vllm, asked, monkeypatch) -> None:
@@ -153,6 +155,27 @@ def test_deepseek_v4(vllm, asked, monkeypatch, heads: int, written: int) -> None
     of.device_config.device_type, of.attention_config.backend = "cuda", "FLASHINFER"
     make(vllm_config=of)
     assert len(asked) == 3
+
+
+def test_deepseek_v41(vllm, asked, monkeypatch) -> None:
+    """As V4. Some kinds of layers share caches and lists; their kernels are the same."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    make = importlib.import_module(f"{plugin.__name__}.deepseek_v41").DeepseekV41ForCausalLM
+    text = {
+        "index_topk": 512, "sliding_window": 96, "compress_ratios": (0, 0, 2, 2, 1, 1), "kv_source_layer_ids": (2, 4),
+        "index_source_layer_ids": (2, 4, 5), "candidate_source_layer_id": 4, "candidate_topk_blocks": 64,
+        "candidate_block_size": 8,
+    }  # fmt: skip
+    of = engine(
+        model_config=model_of(16, **text), parallel_config=SimpleNamespace(prefill_context_parallel_size=1),
+        device_config=SimpleNamespace(device_type="cuda"), attention_config=SimpleNamespace(backend=None),
+    )  # fmt: skip
+    make(vllm_config=of)
+    assert [(config.model, config.compress_ratio, config.block_size) for config, _ in asked] == [
+        ("v41", 0, 64), ("v41", 2, 64), ("v41", 1, 64),
+    ]  # fmt: skip
+    for config, _ in asked:
+        assert (config.num_heads, config.topk, config.window, config.cache_layout) == (16, 512, 96, "v4_fp8")
 
 
 @pytest.mark.long(sample=2)

@@ -109,7 +109,7 @@ def drive(rng: np.random.Generator, made: Any) -> None:
         vars(attention)[name] = Part
     flashmla = importlib.import_module("vllm.models.deepseek_v4.nvidia.flashmla")
     vars(flashmla)["compute_fp8_einsum_recipe"] = lambda: (0, 0)
-    vars(torch.cuda)["Event"] = lambda: None
+    vars(torch.cuda)["Event"] = type("Event", (), {})
 
     config = made(HEADS, "fp8_ds_mla")
     text = SimpleNamespace(

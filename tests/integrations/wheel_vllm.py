@@ -24,7 +24,7 @@ import torch
 
 from cupy_mla import convert_req_index_to_global_index
 from tests.backends.test_sparse_mla import SCALE, assert_result
-from tests.integrations import triton_stand_in, wheel_v4
+from tests.integrations import triton_stand_in, wheel_v4, wheel_v41
 from tests.integrations.steps import ORDER, Asked, Caches
 from tests.integrations.test_vllm import HOSTILE, as_torch
 from tests.kinds import E4M3
@@ -227,7 +227,9 @@ def indexer_of(lists: torch.Tensor, keys: torch.Tensor) -> Any:
     torch.nn.Module.__init__(indexer)
     indexer.topk_indices_buffer = lists
     indexer.k_cache = SimpleNamespace(prefix="layer.indexer.k_cache", kv_cache=keys)
-    indexer.indexer_op = SimpleNamespace(use_pcp=False, dcp_world_size=1, use_fp4_cache=False, candidate_blocks=None)
+    indexer.indexer_op = SimpleNamespace(
+        use_pcp=False, dcp_world_size=1, use_fp4_cache=False, candidate_blocks=None, topk_tokens=K
+    )
     return indexer
 
 
@@ -253,6 +255,9 @@ def names() -> None:
         registry = importlib.import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum
         found = {registry[name].get_class().__name__ for name in known}
         assert found == {"CupyMLASparseBackend"}, found
+        models = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry.models
+        ours = {name for name, model in models.items() if "cupy_mla" in getattr(model, "module_name", "")}
+        assert ours == ({"DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM"} if mode == "override" else set()), ours
         print(f"registered by CUPY_MLA_VLLM={mode}")
 
 
@@ -501,6 +506,7 @@ def main(folder: str, seed: str) -> None:
     fused_kernels(rng)
     stand_ins(rng)
     wheel_v4.drive(rng, engine)
+    wheel_v41.drive(rng, engine)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def test_blocks_that_are_missing(kind) -> None:
     slots, counts = cupy_mla.convert_req_index_to_global_index(
         i32(kind, 0), table, positions, BLOCK_SIZE, return_valid_counts=True
     )
-    assert (kind.take(slots).tolist(), kind.take(counts).tolist()) == ([[-1, -1, 28, -1]], [1])
+    assert (kind.take(slots).tolist(), kind.take(counts).tolist()) == ([[28, -1, -1, -1]], [1])
     slots, lens = cupy_mla.compute_global_topk_indices_and_lens(
         positions, i32(kind, 0), table, BLOCK_SIZE, kind.put(np.array([True]))
     )

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from cupy_mla.cuda.paging import divisor
-from cupy_mla.ops.indices import convert_req_index_to_global_index, convert_to_slots_and_ends, slots_of
+from cupy_mla.ops.indices import (
+    convert_req_index_to_global_index,
+    convert_to_front,
+    convert_to_slots_and_ends,
+    slots_of,
+)
 from tests import oracle_indices
 from tests.kinds import gapped
 from tests.lists import hostile
@@ -29,6 +34,8 @@ def check(kind, req_id, table, positions, block_size, prefill_ids=None, starts=N
     want, counts = oracle_indices.convert_req_index_to_global_index(
         req_id, table, positions, block_size, prefill_ids, starts, stride
     )
+    in_front, counts_in_front = oracle_indices.to_front(want)
+    np.testing.assert_array_equal(counts_in_front, counts)
     more = {} if stride is None else {"block_stride_rows": stride}
     inputs = [kind.put(a) for a in (req_id, gapped(table, 0, gap), gapped(positions, 0, gap), prefill_ids, starts)]
     out, whole = kind.put_with_allocation(gapped(np.full_like(positions, 77), 0, gap))
@@ -37,13 +44,15 @@ def check(kind, req_id, table, positions, block_size, prefill_ids=None, starts=N
         inputs[0], inputs[1], inputs[2], block_size, *inputs[3:], True, **more, out=out
     )
     assert got[0] is out
-    np.testing.assert_array_equal(kind.take(out), want)
+    np.testing.assert_array_equal(kind.take(out), in_front)
     np.testing.assert_array_equal(kind.take(got[1]), counts)
     if gap and len(positions):
         behind = (slice(None), slice(positions.shape[1], None))
         shape = (len(positions), positions.shape[1] + gap)
         was, now = (raw.view(np.int32).reshape(shape)[behind] for raw in (before, kind.take(whole)))
         np.testing.assert_array_equal(now, was)
+    if stride is None:
+        check_most(kind, inputs, block_size, want, out)
     fresh = convert_req_index_to_global_index(inputs[0], inputs[1], inputs[2], block_size, *inputs[3:], **more)
     assert kind.is_mine(fresh)
     np.testing.assert_array_equal(kind.take(fresh), want)
@@ -54,6 +63,20 @@ def check(kind, req_id, table, positions, block_size, prefill_ids=None, starts=N
     assert returned is ends
     np.testing.assert_array_equal(kind.take(slots), want)
     np.testing.assert_array_equal(kind.take(ends), [max(np.flatnonzero(row >= 0), default=-1) + 1 for row in want])
+
+
+def check_most(kind, inputs, block_size: int, slots: np.ndarray, out) -> None:
+    """No more entries of a row than the caller says: none, a part, just all, or a number beyond the row's."""
+    tokens, k = slots.shape
+    valid, given = (slots >= 0).sum(axis=1), np.arange(tokens)
+    most = np.select(
+        [given % 5 == i for i in range(4)], [valid, valid // 2, np.maximum(valid - 1, 0), np.full(tokens, -7)], k + 9
+    ).astype(np.int32)  # fmt: skip
+    want, counts = oracle_indices.to_front(slots, most)
+    found = kind.put(np.full(tokens, 77, np.int32))
+    convert_to_front(inputs[0], inputs[1], inputs[2], block_size, *inputs[3:], kind.put(most), out=out, counts=found)
+    np.testing.assert_array_equal(kind.take(out), want)
+    np.testing.assert_array_equal(kind.take(found), counts)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 64, 100, 256])
@@ -98,6 +121,17 @@ def test_the_specification_by_hand(kind) -> None:
     np.testing.assert_array_equal(kind.take(rows), [[28, 31, 8, 23, -1, -1], [105, 106, 107, 108, 109, -1]])
 
 
+def test_a_count_bounds_its_list(kind) -> None:
+    """Whatever gaps the list had: what is no position, no block or too far away leaves none. Duplicates stay."""
+    table = kind.put(np.array([[3, 7, -1, 2**31 - 1]], np.int32))
+    positions = kind.put(np.array([[0, -1, 17, -1, 5], [64, -1, 32, 48, -9], [17, 33, 17, 17, 0]], np.int32))
+    slots, counts = convert_req_index_to_global_index(
+        kind.put(np.zeros(3, np.int32)), table, positions, 16, return_valid_counts=True
+    )
+    assert kind.take(slots).tolist() == [[48, 113, 53, -1, -1], [-1] * 5, [113, 113, 113, 48, -1]]
+    assert kind.take(counts).tolist() == [3, 0, 4]
+
+
 def test_slots_beyond_int32_are_no_slots(kind) -> None:
     table = np.array([[2**25 - 1, 2**25, 2**31 - 1]], np.int32)
     positions = np.array([[63, 64, 128]], np.int32)
@@ -113,6 +147,18 @@ def test_in_place(kind, rng) -> None:
     np.testing.assert_array_equal(kind.take(positions), want)
 
 
+@pytest.mark.parametrize(("k", "gap"), [(24, 0), (5001, 3)])
+def test_to_the_front_in_place(kind, rng, k: int, gap: int) -> None:
+    """Of rows that a CTA takes in one turn, and in several."""
+    req_id, table, positions, _, _ = case(rng, 9, k, 3, 8, 16)
+    want, _ = oracle_indices.convert_req_index_to_global_index(req_id, table, positions, 16)
+    want, want_counts = oracle_indices.to_front(want)
+    req_id, table, positions = (kind.put(a) for a in (req_id, table, gapped(positions, 0, gap)))
+    _, counts = convert_req_index_to_global_index(req_id, table, positions, 16, return_valid_counts=True, out=positions)
+    np.testing.assert_array_equal(kind.take(positions), want)
+    np.testing.assert_array_equal(kind.take(counts), want_counts)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [100, 5000, 13000])
 def test_many_tokens(kind, rng, width: int) -> None:
@@ -125,8 +171,13 @@ def test_many_tokens(kind, rng, width: int) -> None:
     block = table[np.where(known, req_id[:, None], 0), np.where(known, column, 0)].astype(np.int64)
     slots = block * 64 + offset
     want = np.where(known & (block >= 0) & (slots < 2**31), slots, -1)
-    got = convert_req_index_to_global_index(*(kind.put(a) for a in (req_id, table, positions)), 64)
+    arrays = [kind.put(a) for a in (req_id, table, positions)]
+    got = convert_req_index_to_global_index(*arrays, 64)
     np.testing.assert_array_equal(kind.take(got), want)
+    got, counts = convert_req_index_to_global_index(*arrays, 64, return_valid_counts=True)
+    want, want_counts = oracle_indices.to_front(want)
+    np.testing.assert_array_equal(kind.take(got), want)
+    np.testing.assert_array_equal(kind.take(counts), want_counts)
 
 
 def test_divisor(rng) -> None:

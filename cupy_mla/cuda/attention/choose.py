@@ -7,7 +7,7 @@ CUPY_MLA_EXPLAIN=1 each choice is printed with its rivals when it is first made.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from operator import itemgetter
 from types import ModuleType
@@ -98,11 +98,12 @@ def explain(problem: Problem | DenseProblem, chosen: Choice, rivals: list[Rival]
 
 def _rivals(problem: Problem) -> list[Rival]:
     """All candidates of all kernels that serve the problem, with their times."""
-    rivals: list[Rival] = []
     microseconds, gpu = times.microseconds, problem.gpu
-    for name, kernel in _serving(problem.kind):
-        for division in offered(problem, kernel):
-            rivals.append((name, division, microseconds(gpu, name, kernel.work(problem, division))))
+    rivals: list[Rival] = [
+        (name, division, microseconds(gpu, name, kernel.work(problem, division)))
+        for name, kernel in _serving(problem.kind)
+        for division in (offered(problem, kernel) if problem.division else kernel.candidates(problem))
+    ]
     exceptions = times.exceptions(problem)
     if exceptions:
         rivals = [(name, way, us * exceptions.get(f"{name} {way}", 1.0)) for name, way, us in rivals]
@@ -117,10 +118,7 @@ def _serving(kind: tuple[Any, ...]) -> list[tuple[str, ModuleType]]:
 
 
 def offered(problem: Problem | DenseProblem, kernel: ModuleType) -> Iterable[Division]:
-    """The candidates of a kernel. Where a division is forced, those of its kind, with the fields that it gives."""
-    if not problem.division:
-        found: Iterator[Division] = kernel.candidates(problem)
-        return found
+    """The candidates of a kernel of the kind of division that is forced, with the fields that it gives."""
     kind, fields = parse(problem.division)
     made = {division._replace(**fields): None for division in kernel.candidates(problem) if isinstance(division, kind)}
     return [division for division in made if kernel.fits(problem, division)]
@@ -151,7 +149,7 @@ def why_not(problem: Problem | DenseProblem, kernels: dict[str, ModuleType]) -> 
     able = [
         name
         for name, kernel in kernels.items()
-        if kernel.serves(free) and any(kernel.candidates(free._replace(kernel=name)))
+        if kernel.serves(free._replace(kernel=name)) and any(kernel.candidates(free._replace(kernel=name)))
     ]
     if problem.kernel not in ("", *able):
         by = "kernel" if forced.names[0] or problem.kernel != asked_kernel() else VARIABLE

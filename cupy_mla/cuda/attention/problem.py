@@ -56,18 +56,11 @@ class Problem(_Fields):
         division: the division that is forced, or its kind, as text; "": none.
         extra_layout: of the extra cache where it differs from `layout`; else None.
         forced: whether a kernel or a division is forced.
-        fixed_kernel: the call is batch-invariant and no kernel is forced, so that one kernel must serve every number
-            of queries.
-        on_hopper: whether the kernels for Hopper can read its rows.
-        rows: entries of both lists together.
         tiles, pairs: tiles of a query's rows, and pairs of tiles; at least one.
         phase, lists: "prefill" or "", and "uneven" or "": words of the keys of `times`.
     """
 
     forced: bool
-    fixed_kernel: bool
-    on_hopper: bool
-    rows: int
     tiles: int
     pairs: int
     phase: str
@@ -75,13 +68,10 @@ class Problem(_Fields):
 
     def __new__(cls, *fields: Any, **more: Any) -> Problem:
         made = super().__new__(cls, *fields, **more)
-        gpu, _, prefill, _, _, entries, extra, uneven, aligned, _, _, _, invariant, kernel, division, _ = made
-        made.forced, made.fixed_kernel = kernel != "" or division != "", invariant and not kernel
-        made.on_hopper = aligned and gpu.capability == 90
-        made.rows = entries + extra
-        made.tiles = tiles = -(-entries // TILE_ROWS) - (-extra // TILE_ROWS) or 1
+        made.forced = made.kernel != "" or made.division != ""
+        made.tiles = tiles = -(-made.entries // TILE_ROWS) - (-made.extra_entries // TILE_ROWS) or 1
         made.pairs = (tiles + 1) // 2
-        made.phase, made.lists = "prefill" if prefill else "", "uneven" if uneven else ""
+        made.phase, made.lists = "prefill" if made.prefill else "", "uneven" if made.uneven else ""
         return made
 
     @classmethod
@@ -92,6 +82,21 @@ class Problem(_Fields):
     def kind(self) -> tuple[Any, ...]:
         """All fields but the numbers of queries and entries."""
         return self[:4] + self[7:]
+
+    @property
+    def fixed_kernel(self) -> bool:
+        """Whether one kernel must serve every number of queries: the call is batch-invariant, and none is forced."""
+        return self.batch_invariant and not self.kernel
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether the kernels for Hopper can read its rows."""
+        return self.aligned and self.gpu.capability == 90
+
+    @property
+    def rows(self) -> int:
+        """Entries of both lists together."""
+        return self.entries + self.extra_entries
 
     def __str__(self) -> str:
         lists = f"{self.entries}+{self.extra_entries}" if self.extra_entries else str(self.entries)

@@ -7,7 +7,7 @@ environment variable `CUPY_MLA_VLLM` says what it does:
 - unset or `custom`: the backend is registered as CUSTOM and as CUPY_MLA. Nothing changes until `--attention-backend`
   names it. In models without an indexer that is the dense backend (`custom.py`).
 - `override`: the backend replaces those that vLLM chooses by itself for sparse MLA models, FLASHMLA_SPARSE and, on
-  Hopper, FLASH_ATTN_MLA_SPARSE. DeepSeek-V4, which has no backend to select, runs on our operations.
+  Hopper, FLASH_ATTN_MLA_SPARSE. DeepSeek-V4 and V4.1, which have no backend to select, run on our operations.
 - `off`: nothing is registered.
 
 If a vLLM lacks something that the plug-in needs, nothing is registered, and one warning names the versions served and
@@ -223,8 +223,8 @@ DENSE_MLA: Needs = {
         "AttentionLayer._q_scale",
     ),
 }
-# What `deepseek_v4` needs beyond that.
-DEEPSEEK_V4: Needs = {
+# What `v4_layers` needs of vLLM beyond that.
+V4_LAYERS: Needs = {
     "model_executor.layers.sparse_attn_indexer": (
         "SparseAttnIndexer.compress_ratio",
         "SparseAttnIndexer.k_cache",
@@ -237,6 +237,30 @@ DEEPSEEK_V4: Needs = {
     "config.model": ("ModelConfig.hf_config",),
     "config.vllm": ("VllmConfig.device_config",),
     "model_executor.models.registry": ("ModelRegistry", "_ModelRegistry.register_model(self, model_arch, model_cls)"),
+    "v1.attention.backends.mla.sparse_swa": (
+        "DeepseekV4SWACache.kv_cache",
+        "DeepseekV4SWACache.prefix",
+        "DeepseekSparseSWAMetadata.block_size",
+        "DeepseekSparseSWAMetadata.block_table",
+        "DeepseekSparseSWAMetadata.decode_swa_indices",
+        "DeepseekSparseSWAMetadata.decode_swa_lens",
+        "DeepseekSparseSWAMetadata.get_prefill_chunk_plan(self, compress_ratio, prefill_chunk_size, has_compressed)",
+        "DeepseekSparseSWAMetadata.is_valid_token",
+        "DeepseekSparseSWAMetadata.num_decode_tokens",
+        "DeepseekSparseSWAMetadata.num_decodes",
+        "DeepseekSparseSWAMetadata.num_prefills",
+        "DeepseekSparseSWAMetadata.prefill_gather_lens",
+        "DeepseekSparseSWAMetadata.prefill_left_visible",
+        "DeepseekSparseSWAMetadata.prefill_right_visible",
+        "DeepseekSparseSWAMetadata.prefill_seq_lens",
+        "DeepseekSparseSWAMetadata.query_start_loc",
+        "DeepseekSparseSWAMetadata.query_start_loc_cpu",
+        "DeepseekSparseSWAMetadata.token_to_req_indices",
+    ),
+}
+# What `deepseek_v4` needs beyond that.
+DEEPSEEK_V4: Needs = {
+    **V4_LAYERS,
     "models.deepseek_v4": ("DeepseekV4ForCausalLM",),
     "models.deepseek_v4.attention": (
         "DeepseekV4Attention.PREFILL_CHUNK_SIZE",
@@ -271,29 +295,48 @@ DEEPSEEK_V4: Needs = {
         "DeepseekV4FlashMLAMetadata.c128a_global_decode_topk_indices",
         "DeepseekV4FlashMLAMetadata.c128a_prefill_topk_indices",
     ),
-    "v1.attention.backends.mla.sparse_swa": (
-        "DeepseekV4SWACache.kv_cache",
-        "DeepseekV4SWACache.prefix",
-        "DeepseekSparseSWAMetadata.block_size",
-        "DeepseekSparseSWAMetadata.block_table",
-        "DeepseekSparseSWAMetadata.decode_swa_indices",
-        "DeepseekSparseSWAMetadata.decode_swa_lens",
-        "DeepseekSparseSWAMetadata.get_prefill_chunk_plan(self, compress_ratio, prefill_chunk_size)",
-        "DeepseekSparseSWAMetadata.is_valid_token",
-        "DeepseekSparseSWAMetadata.num_decode_tokens",
-        "DeepseekSparseSWAMetadata.num_decodes",
-        "DeepseekSparseSWAMetadata.num_prefills",
-        "DeepseekSparseSWAMetadata.prefill_gather_lens",
-        "DeepseekSparseSWAMetadata.prefill_left_visible",
-        "DeepseekSparseSWAMetadata.prefill_right_visible",
-        "DeepseekSparseSWAMetadata.prefill_seq_lens",
-        "DeepseekSparseSWAMetadata.query_start_loc",
-        "DeepseekSparseSWAMetadata.query_start_loc_cpu",
-        "DeepseekSparseSWAMetadata.token_to_req_indices",
+}
+# What `deepseek_v41` needs beyond that.
+DEEPSEEK_V41: Needs = {
+    **V4_LAYERS,
+    "model_executor.layers.sparse_attn_indexer": (
+        *V4_LAYERS["model_executor.layers.sparse_attn_indexer"],
+        "SparseAttnIndexer.candidate_block_size",
+        "SparseAttnIndexer.candidate_write",
+    ),
+    "config.parallel": ("ParallelConfig.prefill_context_parallel_size",),
+    "models.deepseek_v41": ("DeepseekV41ForCausalLM",),
+    "models.deepseek_v41.attention": (
+        "_use_v41_mxfp8_kv_record()",
+        "DeepseekV4Attention.PREFILL_CHUNK_SIZE",
+        "DeepseekV4Attention.__init__(self, vllm_config)",
+        "DeepseekV4Attention._compressed_kv_cache(self)",
+        "DeepseekV4Attention.attn_sink",
+        "DeepseekV4Attention.compress_ratio",
+        "DeepseekV4Attention.compressed_cache_prefix",
+        "DeepseekV4Attention.indexer",
+        "DeepseekV4Attention.max_num_batched_tokens",
+        "DeepseekV4Attention.padded_heads",
+        "DeepseekV4Attention.scale",
+        "DeepseekV4Attention.swa_cache_layer",
+        "DeepseekV4Attention.topk_indices_buffer",
+        "DeepseekV4Attention.window_size",
+        "DeepseekV4Indexer.indexer_op",
+    ),
+    "models.deepseek_v41.nvidia.flashmla": (
+        "DeepseekV4FlashMLAAttention.forward_mqa(self, q, kv, positions, output)",
+        "DeepseekV4FlashMLAAttention.get_padded_num_q_heads(cls, num_heads)",
+    ),
+    "models.deepseek_v41.nvidia.model": (
+        "DeepseekV4DecoderLayer",
+        "DeepseekV4FlashMLAAttention",
+        "_select_dsv4_attn_cls(vllm_config)",
+    ),
+    "models.deepseek_v41.sparse_mla": (
+        "DeepseekV4FlashMLAMetadata.block_size",
+        "DeepseekV4FlashMLAMetadata.block_table",
     ),
 }
-
-V4_MODELS = ("DeepseekV4ForCausalLM",)
 
 # A child of vLLM's logger, so that lines appear among vLLM's own.
 logger: logging.Logger = logging.getLogger("vllm.cupy_mla")
@@ -314,7 +357,9 @@ def register() -> None:
         return
     _register_backend(mode, folder)
     if mode == "override" and has_deepseek_v4(folder):
-        _register_deepseek_v4()
+        _register_model("deepseek_v4", "DeepseekV4ForCausalLM")
+    if mode == "override" and has_deepseek_v41(folder):
+        _register_model("deepseek_v41", "DeepseekV41ForCausalLM")
 
 
 def _register_backend(mode: str, folder: Path) -> None:
@@ -327,12 +372,11 @@ def _register_backend(mode: str, folder: Path) -> None:
         register_backend(AttentionBackendEnum.__members__.get(place, place), path)
 
 
-def _register_deepseek_v4() -> None:
-    """Let vLLM load V4's model class from our module, which it imports only then."""
+def _register_model(module: str, model: str) -> None:
+    """Let vLLM load a model class from our module, which it imports only then."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for model in V4_MODELS:
-        ModelRegistry.register_model(model, f"{__name__}.deepseek_v4:{model}")
+    ModelRegistry.register_model(model, f"{__name__}.{module}:{model}")
 
 
 def is_served(package: Path) -> bool:
@@ -367,3 +411,12 @@ def has_deepseek_v4(package: Path) -> bool:
         package: the folder of the package `vllm`.
     """
     return meets(package, DEEPSEEK_V4, "vLLM's DeepSeek-V4", logger)
+
+
+def has_deepseek_v41(package: Path) -> bool:
+    """Whether a vLLM has all that DeepSeek-V4.1 on our operations needs. If not, a warning says what is missing.
+
+    Args:
+        package: the folder of the package `vllm`.
+    """
+    return meets(package, DEEPSEEK_V41, "vLLM's DeepSeek-V4.1", logger)

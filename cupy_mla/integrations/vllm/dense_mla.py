@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from ...backends.sparse_mla import SparseMLABackend
 from ...cuda.program import Plan
 from ...ops.dense import planned_dense_decode
-from . import told, warm
+from . import warm
 from .query import whole
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ class CupyMLADenseBuilder(StockBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        told.portable_kernels()
         # vLLM creates builders before it captures graphs. Ranks that share rows attend with the heads of all of them.
         heads, fp8 = self.num_heads * self.dcp_world_size, self.kv_cache_spec.dtype.itemsize == 1
         warm.up(warm.dense_layers_of(self.vllm_config, heads, fp8), self.device)

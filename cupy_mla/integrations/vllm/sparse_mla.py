@@ -30,7 +30,7 @@ from ...layouts import BF16_512, BF16_576, V32_FP8
 from ...ops.attention import sparse_decode, sparse_prefill
 from ...ops.cache import concat_and_cache_mla
 from ...typing import CacheLayout
-from . import indexer, short, told, warm
+from . import indexer, short, warm
 from .query import whole
 
 if TYPE_CHECKING:
@@ -160,7 +160,6 @@ class CupyMLASparseImpl(StockImpl):
 
     def __init__(self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        told.portable_kernels()
         self.sinks: torch.Tensor | None = sinks
         self.fp8: bool = self.kv_cache_dtype == "fp8_ds_mla"
         if (self.fp8 and self.qk_rope_head_dim == 0) or sinks is not None:

@@ -9,12 +9,12 @@ import torch
 
 from ...config import DenseMLAConfig, SparseMLAConfig
 from ...cuda.paging import ceil_div
-from ...typing import CacheLayout
+from ...typing import CacheLayout, ModelKind
 from .. import warm
 from . import logger
 
 PAGE = 64  # rows of a block; vLLM's blocks are multiples of it
-V4_PAGE = 256  # tokens of a block of DeepSeek-V4's caches
+V4_PAGE = {"v4": 256, "v41": 64}  # tokens of a block of DeepSeek-V4's and V4.1's compressed caches
 
 
 def layers_of(vllm_config: Any, heads: int, topk: int, layout: CacheLayout, *, rope: bool) -> SparseMLAConfig:
@@ -50,19 +50,20 @@ def dense_layers_of(vllm_config: Any, heads: int, fp8: bool) -> DenseMLAConfig:
     )  # fmt: skip
 
 
-def v4_layers_of(vllm_config: Any, heads: int, ratio: int) -> SparseMLAConfig:
-    """DeepSeek-V4's layers of one kind.
+def v4_layers_of(vllm_config: Any, heads: int, ratio: int, kind: ModelKind) -> SparseMLAConfig:
+    """DeepSeek-V4's or V4.1's layers of one compress ratio.
 
     Args:
         heads: query heads of a call.
-        ratio: tokens of a compressed row, 4 or 128; 1: the layers have a sliding window alone.
+        ratio: as in `SparseMLAConfig`.
+        kind: "v4" or "v41".
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     return SparseMLAConfig(
-        heads, 512, topk=model.hf_config.index_topk, block_size=V4_PAGE, cache_layout="v4_fp8",
+        heads, 512, topk=model.hf_config.index_topk, block_size=V4_PAGE[kind], cache_layout="v4_fp8",
         max_num_seqs=scheduler.max_num_seqs, max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_model_len=model.max_model_len, num_speculative_tokens=_speculative(vllm_config), compress_ratio=ratio,
-        window=model.hf_config.sliding_window, model="v4",
+        window=model.hf_config.sliding_window, model=kind,
     )  # fmt: skip
 
 

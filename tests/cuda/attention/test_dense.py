@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.attention.kernels import dense_fp8_sm90
 from cupy_mla.cuda.kernel import Kernel
+from cupy_mla.cuda.structs import DENSE
 from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_576, PLAIN_FP8_576, V32_FP8, Layout
 
 from ...fake_gpu import FakeGPU
@@ -120,6 +122,21 @@ def test_fp8_rows_on_hopper(monkeypatch, layout):
         assert kernels[0][1] == grid
         assert kernels[0][0].defines["HEADS"] == (16 if heads <= 16 else 64)
         assert layout.defines().items() <= kernels[0][0].defines.items()
+
+
+@pytest.mark.parametrize(
+    ("b", "heads", "s_q", "cost"),
+    [(66, 64, 1, 24), (67, 64, 1, 46), (120, 16, 4, 46), (67, 128, 1, 46), (100, 8, 1, 24), (100, 32, 1, 30)],
+)
+def test_what_cutting_items_costs_on_hopper(monkeypatch, b, heads, s_q, cost):
+    """The more, the more lines an item has. Less where half of the SMs would have no item if none were cut."""
+    gpu = on(monkeypatch, 90, 132)
+    cupy_mla.forced("dense_sm90", "shares(heads=64)")
+    decode(BF16_576, b, heads, s_q)
+    kernel, params = gpu.log[0].kernel, gpu.log[0].params
+    assert kernel is not None
+    assert kernel.name == "dense_sm90"
+    assert struct.unpack_from("i", params, DENSE.offsets[DENSE.index["cut_cost"]]) == (132 * cost,)
 
 
 def test_queries_in_e4m3_have_the_same_kernels(monkeypatch):

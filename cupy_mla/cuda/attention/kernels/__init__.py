@@ -2,7 +2,8 @@
 
 A module answers, for a `Problem`:
 
-    serves(problem)                      whether the kernel can serve it, for any number of queries and entries
+    serves(problem)                      whether the kernel can serve it, for any number of queries and entries; of the
+                                         portable kernels also whether no other one does, unless they are forced
     candidates(problem)                  divisions that may be the fastest; where a kernel or division is forced, at
                                          least one of each kind that the kernel has
     fits(problem, division)              whether the kernel is built for a division of such a kind

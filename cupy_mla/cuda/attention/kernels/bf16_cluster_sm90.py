@@ -81,5 +81,5 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch: a cluster a work item."""
     heads, cluster = division.heads, division.cluster
     memory = division.memory(problem, heads * HALF_PARTIAL_BYTES)
-    params = call.params.replaced(num_splits=division.num_splits, **memory)
+    params = call.packed(num_splits=division.num_splits, **memory)
     return [Launch(kernel(problem.layout, heads), (problem.items(heads) * cluster, 1, 1), params, cluster)]

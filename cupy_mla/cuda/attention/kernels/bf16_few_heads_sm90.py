@@ -142,11 +142,11 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     Otherwise there is a cluster for each partial result of each item."""
     heads, items = division.heads, problem.items(division.heads)
     if isinstance(division, Whole) and division.queries == 2:
-        order, params = longest_first(problem, call.params) if problem.uneven else (None, call.params)
+        order, params = longest_first(problem, call.packed()) if problem.uneven else (None, call.packed())
         launch = Launch(kernel(problem.layout, heads, 2), (problem.gpu.sms, 1, 1), params)
         return [order, launch] if order else [launch]
     cluster, splits = (1, 1) if isinstance(division, Whole) else (division.cluster, division.num_splits)
     memory = {} if isinstance(division, Whole) else division.memory(problem, heads * PARTIAL_BYTES)
-    params = call.params.replaced(num_splits=splits, **memory)
+    params = call.packed(num_splits=splits, **memory)
     launch = Launch(kernel(problem.layout, heads, 1), (items * cluster, splits, 1), params, cluster)
     return [launch, combine.launch(problem, params)] if splits > 1 else [launch]

@@ -130,8 +130,9 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     united = Buffer("united lists", shape=(groups * sum(sizes),))
     twice, rows, group_lengths, excluded = (united.ptr + groups * sum(sizes[:i]) for i in range(4))
     left = Buffer("lengths of what is left", shape=(problem.queries,), dtype=INT32)
-    flags = call.params.values[structs.ATTENTION.index["flags"]] | SOME_DONE
-    params = call.params.replaced(**{"main.lengths": left.ptr, "flags": flags})
+    main, flags = call.fields["main"].replaced(lengths=left.ptr), call.fields["flags"] | SOME_DONE
+    call = call._replace(fields={**call.fields, "main": main, "flags": flags})
+    params = call.packed()
     steps: list[Launch] = []
     for first in range(0, total, groups):
         here = min(total - first, groups)
@@ -144,9 +145,9 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
         ctas = here if call.lengths is not None else sms
         steps.append(Launch(kernel(problem.layout), (ctas, 1, 1), grouped))
     if topk > 0 and 2 * problem.layout.d_qk * call.num_slots > SORTED_CACHE_BYTES:
-        sort, params = sorted_by_place(problem, params, call.num_slots)
+        sort, main = sorted_by_place(problem, params, main, call.num_slots)
         steps.append(sort)
-    return [*steps, *_rest(problem, call._replace(params=params))]
+    return [*steps, *_rest(problem, call._replace(fields={**call.fields, "main": main}))]
 
 
 def _rest(problem: Problem, call: Call) -> Program:

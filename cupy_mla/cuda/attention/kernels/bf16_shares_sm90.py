@@ -115,15 +115,14 @@ def _boundary_times(pairs: int, ctas: int) -> tuple[np.ndarray, np.ndarray, np.n
     """
     cost = np.arange(ctas) * (ITEM_COST + PAIR_COST * pairs) // ctas
     pair = np.minimum(nearest_pair(cost, ITEM_COST), pairs)
-    ends = [pair == 0, pair == pairs]
-    whole = SLOWEST_ITEM + PAIR_COST * pairs
-    before = np.select(ends, [0, whole], PAIR_COST * pair - SLOWEST_CUT)
-    return pair, before, np.select(ends, [0, whole], SLOWEST_ITEM + PAIR_COST * pair + SLOWEST_CUT)
+    first, last, whole = pair == 0, pair == pairs, SLOWEST_ITEM + PAIR_COST * pairs
+    before = np.where(first, 0, np.where(last, whole, PAIR_COST * pair - SLOWEST_CUT))
+    return pair, before, np.where(first, 0, np.where(last, whole, SLOWEST_ITEM + PAIR_COST * pair + SLOWEST_CUT))
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch: a CTA for each share."""
     division = division.filled(problem, problem.gpu.sms, LEAST_SPLIT)
     fields = division.fields(problem, division.heads * HALF_PARTIAL_BYTES)
-    params = call.params.replaced(num_splits=division.num_splits, **fields)
+    params = call.packed(num_splits=division.num_splits, **fields)
     return [Launch(kernel(problem.layout), (division.ctas, 1, 1), params)]

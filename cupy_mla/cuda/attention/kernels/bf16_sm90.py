@@ -66,7 +66,7 @@ def work(problem: Problem, division: Any) -> Work:
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch: CTAs that take work items in turn, those of the longest lists first."""
-    order, params = None, call.params
+    order, params = None, call.packed()
     if problem.uneven and problem.items(HEADS) > problem.gpu.sms:
         order, params = longest_first(problem, params)
     launch = Launch(kernel(problem.layout), (division.grid(problem), 1, 1), params)

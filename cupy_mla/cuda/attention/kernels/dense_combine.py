@@ -101,7 +101,13 @@ def shares_of(problem: DenseProblem, division: Shares) -> int:
 
 
 def in_shares(
-    attention: Kernel, merge: Kernel, problem: DenseProblem, params: Packed, division: Shares, plan: Plan | None
+    attention: Kernel,
+    merge: Kernel,
+    problem: DenseProblem,
+    params: Packed,
+    division: Shares,
+    plan: Plan | None,
+    cut_cost: int = CUT_COST,
 ) -> Program:
     """Two launches: attention over all rows in equal shares, a share a CTA; and the merge of items that are cut.
 
@@ -109,6 +115,7 @@ def in_shares(
         attention: a kernel of `dense_sm90` or `dense_fp8_sm90`.
         merge: a kernel of this module.
         plan: the plan that the layers of a step share. Equal splits of each item need none.
+        cut_cost: what a share costs more where items are cut, in eighths of a pair of tiles.
     """
     lines, splits = division.heads, division.num_splits
     items = problem.items(lines)
@@ -117,7 +124,7 @@ def in_shares(
     memory = Buffer("partial results", shape=(nbytes + SHARE_BYTES * shares,)).ptr
     params = params.replaced(
         s_q=1, h_q=problem.lines, num_queries=problem.requests, num_splits=splits, cluster_parts=memory,
-        shares=memory + nbytes, least_split=LEAST_SPLIT, cut_cost=shares * CUT_COST,
+        shares=memory + nbytes, least_split=LEAST_SPLIT, cut_cost=shares * cut_cost,
         whole_items=ceil_div(items, shares) * shares, num_shares=shares,
     )  # fmt: skip
     dividing = params

@@ -11,7 +11,7 @@ from ... import structs
 from ...kernel import Kernel
 from ...program import Plan, Program
 from ...structs import Packed
-from ..divide import Division
+from ..divide import CUT_COST, Division, Shares
 from ..problem import DenseProblem
 from ..times import Work
 from . import bf16_sm90, dense_combine
@@ -57,4 +57,16 @@ def work(problem: DenseProblem, division: Any) -> Work:
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch, a share a CTA, and the merge of items that are cut."""
     merge = dense_combine.kernel(half=problem.layout.half)
-    return dense_combine.in_shares(kernel(problem.layout), merge, problem, params, division, plan)
+    cost = cut_cost(problem, division)
+    return dense_combine.in_shares(kernel(problem.layout), merge, problem, params, division, plan, cost)
+
+
+def cut_cost(problem: DenseProblem, division: Shares) -> int:
+    """What a share costs more where items are cut, in eighths of a pair of tiles.
+
+    Cut items take longer a pair than whole ones, the more so the more lines they have. So items of about equal lengths
+    stay whole though some SMs then have no item. Where half of the SMs would have none, cutting items is faster.
+    """
+    if 2 * problem.items(LINES) <= dense_combine.shares_of(problem, division):
+        return CUT_COST
+    return max(CUT_COST, 14 + min(problem.lines, LINES) // 2)

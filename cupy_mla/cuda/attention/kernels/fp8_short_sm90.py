@@ -62,5 +62,5 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch: for each tile of heads CTAs that take queries in turn."""
     tiles = ceil_div(problem.heads, division.heads)
     ctas = min(problem.queries, max(problem.gpu.sms // tiles, 1))
-    params = call.params.replaced(num_splits=1, **call.end_fields())
+    params = call.packed(num_splits=1, **call.end_fields())
     return [Launch(kernel(division.heads), (tiles, ctas, 1), params)]

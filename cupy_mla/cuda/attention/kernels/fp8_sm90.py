@@ -59,11 +59,11 @@ INVARIANT_ROWS = 704  # of a split of a batch-invariant call; large batches take
 # Numbers of divisions in kernels_cu/attention/division/division.cuh.
 WHOLE, CLUSTERS, SHARES, SEGMENTS, TEAMS = DIVISIONS = 0, 1, 2, 3, 4
 PLAIN_DIVISIONS = WHOLE, CLUSTERS, SHARES  # of rows with one scale for the whole call
-# Layouts without times of their own, and the layouts whose times they have.
+# The names of the layouts whose times each layout has.
 TIMED_AS = {
-    PLAIN_FP8_576: V32_FP8, PLAIN_FP8_512: V4_FP8, V32_NOPE_FP8: V32_FP8, V41_FP8: V4_FP8, V41_FP8_SPLIT: V4_FP8,
-    V32_NVFP4: V32_FP8, V4_NVFP4: V4_FP8,
-}  # fmt: skip
+    **dict.fromkeys((V32_FP8, PLAIN_FP8_576, V32_NOPE_FP8, V32_NVFP4), V32_FP8.name),
+    **dict.fromkeys((V4_FP8, PLAIN_FP8_512, V41_FP8, V41_FP8_SPLIT, V4_NVFP4), V4_FP8.name),
+}
 MOST_SPLITS = 256  # of a work item in shares: a CTA merges no more partial results
 # Bytes that a thread may spill, by layout and division. They are addresses, one or two of a tile.
 SPILL_BYTES = {SEGMENTS: 20}
@@ -179,7 +179,7 @@ def work(problem: Problem, division: Any) -> Work:
     """The work of a division, see `work.py`."""
     heads, sms, tiles = division.heads, problem.gpu.sms, problem.tiles
     items = problem.items(heads)
-    shared = problem.heads > heads > min(HEADS)  # CTAs of the fewest heads have no such times: they take all of a query
+    shared = problem.heads > heads > HEADS[0]  # CTAs of the fewest heads have no such times: they take all of a query
     kind = "whole"
     if isinstance(division, Whole):
         names, amounts = whole(problem, items, problem.pairs, shared)
@@ -205,7 +205,7 @@ def work(problem: Problem, division: Any) -> Work:
         clustered = isinstance(division, Clusters)
         rounds = rounds_of(items, problem.gpu.clusters_at_once(cluster_kernel())[splits - 1] if clustered else sms)
         amounts = in_rounds(amounts, rounds)
-    return (TIMED_AS.get(problem.layout, problem.layout).name, kind, heads, problem.lists), names, amounts
+    return (TIMED_AS[problem.layout], kind, heads, problem.lists), names, amounts
 
 
 def same_bits(division: Division) -> Iterator[Division]:
@@ -222,7 +222,7 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     heads, cta_bytes = division.heads, division.heads * HALF_PARTIAL_BYTES
     fields: dict[str, Any]
     if isinstance(division, Clusters):
-        params = call.params.replaced(num_splits=division.num_splits, **division.memory(problem, cta_bytes))
+        params = call.packed(num_splits=division.num_splits, **division.memory(problem, cta_bytes))
         grid = (problem.items(heads) * division.cluster, 1, 1)
         variant_of_clusters = kernel(problem.layout, heads, CLUSTERS, problem.extra_layout)
         return [Launch(variant_of_clusters, grid, params, division.cluster)]
@@ -238,7 +238,7 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     else:
         variant = TEAMS if isinstance(division, Teams) else SEGMENTS
         ctas, fields = division.grid(problem), division.memory(problem, cta_bytes)
-    params = call.params.replaced(num_splits=division.num_splits, **fields)
+    params = call.packed(num_splits=division.num_splits, **fields)
     return [Launch(kernel(problem.layout, heads, variant, problem.extra_layout), (ctas, 1, 1), params)]
 
 
@@ -281,6 +281,6 @@ def _boundary_times(pairs: int) -> tuple[int, np.ndarray, np.ndarray]:
         of the item that the share which ends there takes.
     """
     pair, whole = np.arange(pairs + 1), 100 * pairs + SHARE_ITEM + SHARE_RESULTS
-    ends = [pair < LEAST_SPLIT, pair > pairs - LEAST_SPLIT]
-    begin = np.select(ends, [0, whole], 100 * pair - SHARE_MERGED)
-    return whole, begin, np.select(ends, [0, whole], 100 * pair + SHARE_ITEM + SHARE_LEFT)
+    first, last = pair < LEAST_SPLIT, pair > pairs - LEAST_SPLIT
+    begin = np.where(first, 0, np.where(last, whole, 100 * pair - SHARE_MERGED))
+    return whole, begin, np.where(first, 0, np.where(last, whole, 100 * pair + SHARE_ITEM + SHARE_LEFT))

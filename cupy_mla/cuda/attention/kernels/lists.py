@@ -30,11 +30,14 @@ def longest_first(problem: Problem, params: Packed) -> tuple[Launch, Packed]:
     return Launch(ORDER_KERNEL, (1, 1, 1), ordered), ordered
 
 
-def sorted_by_place(problem: Problem, params: Packed, num_slots: int) -> tuple[Launch, Packed]:
+def sorted_by_place(problem: Problem, params: Packed, main: Packed, num_slots: int) -> tuple[Launch, Packed]:
     """Copy the main lists with their entries sorted by the range of the cache that they name.
 
+    Args:
+        main: `struct Source` of `params`.
+
     Returns:
-        the launch that does so, and the parameters with the copies.
+        the launch that does so, and `main` with the copies.
     """
     queries, topk = problem.queries, problem.entries
     lists = Buffer("sorted lists", shape=(queries, topk), dtype=INT32)
@@ -42,8 +45,7 @@ def sorted_by_place(problem: Problem, params: Packed, num_slots: int) -> tuple[L
     shift = max((num_slots - 1).bit_length() - (RANGES - 1).bit_length(), 0)
     sorting = structs.SORT(params, sorted=lists.ptr, segments=segments, shift=shift)
     launch = Launch(SORT_KERNEL, (queries * segments, 1, 1), sorting)
-    fields = {"main.indices": lists.ptr, "main.index_stride_b": topk, "main.index_stride_s": 0}
-    return launch, params.replaced(**fields)
+    return launch, main.replaced(indices=lists.ptr, index_stride_b=topk, index_stride_s=0)
 
 
 def kernels() -> Iterator[Kernel]:

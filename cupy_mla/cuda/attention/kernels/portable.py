@@ -91,15 +91,18 @@ def kernels() -> Iterator[Kernel]:
 
 
 def serves(problem: Problem) -> bool:
-    """Any call, on a GPU with as much shared memory as an A100."""
-    return problem.gpu.shared_kb >= LARGE
+    """Any call that kernels for Hopper do not serve, on a GPU with as much shared memory as an A100."""
+    return problem.gpu.shared_kb >= LARGE and (problem.forced or not on_hopper(problem))
+
+
+def on_hopper(problem: Problem) -> bool:
+    """Whether kernels for Hopper serve a call."""
+    others = problem.layout in ON_HOPPER and not (problem.prefill and problem.layout.quantized)
+    return problem.on_hopper and others
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Whole items, splits that `combine.cu` merges, and shares. None where kernels for Hopper serve the call."""
-    others = problem.layout in ON_HOPPER and not (problem.prefill and problem.layout.quantized)
-    if problem.on_hopper and others and not problem.forced:
-        return
+    """Whole items, splits that `combine.cu` merges, and shares."""
     heads, asked, sms = fitting(HEADS, problem.heads), problem.splits(INVARIANT_ROWS), problem.gpu.sms
     if asked <= 1:
         yield Whole(heads)
@@ -151,7 +154,7 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
 def program(problem: Problem, division: Any, call: Call, limit: int) -> Program:
     """The launch with `limit` KB of shared memory, and the merge of its splits."""
     attention = launch(
-        problem, division, call.params, kernel(problem.layout, division.heads, limit, extra=problem.extra_layout)
+        problem, division, call.packed(), kernel(problem.layout, division.heads, limit, extra=problem.extra_layout)
     )
     return [attention, combine.launch(problem, attention.params)] if division.num_splits > 1 else [attention]
 

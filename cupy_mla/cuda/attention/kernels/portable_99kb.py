@@ -14,14 +14,13 @@ from . import portable
 
 
 def serves(problem: Problem) -> bool:
-    """Any call."""
-    return True
+    """Any call that no other kernel serves."""
+    return problem.forced or not (problem.gpu.shared_kb >= portable.LARGE or portable.on_hopper(problem))
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Those of `portable`, where that does not serve the call."""
-    if problem.forced or not portable.serves(problem):
-        yield from portable.candidates(problem)
+    """Those of `portable`."""
+    return portable.candidates(problem)
 
 
 def fits(problem: Problem, division: Any) -> bool:
