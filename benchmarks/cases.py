@@ -207,11 +207,18 @@ INDEXER = [
 ]
 INDEXER_V41 = [
     Group("V4.1's index: logits of candidates, beside dense ones", "indexer_v41", _beginning("candidates"), 5.0, 3.0),
-    Group("V4.1's index: logits over MXFP4 keys, beside FP8 keys", "indexer_v41", _beginning("mxfp4"), 1.2, 1.0),
+    Group(
+        "V4.1's index: logits over more than 1 GB of MXFP4 keys, beside FP8 keys", "indexer_v41", _beginning("mxfp4"),
+        1.2, 1.0, keeps=lambda row: row["keys_gb"] > 1,
+    ),
+    Group(
+        "V4.1's index: logits over fewer MXFP4 keys, beside FP8 keys", "indexer_v41", _beginning("mxfp4"),
+        keeps=lambda row: row["keys_gb"] <= 1,
+    ),
     Group(
         "V4.1's index: packing and gathering, beside a copy", "indexer_v41", _beginning("pack", "gather", "widen"), 0.85
     ),
-]
+]  # fmt: skip
 DENSE = [
     Group("dense decode, bf16", "dense_decode", lambda case, n: n["h"] > 0, 1.15),
     Group("dense decode, bf16, 1 to 4 requests", "dense_decode", lambda case, n: n["b"] <= 4, 1.25, 1.05),

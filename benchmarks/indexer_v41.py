@@ -1,8 +1,9 @@
 """V4.1's index: logits over MXFP4 keys, and over candidate blocks alone, packing and gathering of MXFP4 keys.
 
-python benchmarks/indexer_v41.py [--quick] [--only REGEX] [--limit SECONDS]
+python benchmarks/indexer_v41.py [--quick] [--only REGEX] [--limit SECONDS] [--seed N]
 
-- `mxfp4`: dense logits over MXFP4 keys beside ours over FP8 keys, of 32 heads.
+- `mxfp4`: dense logits over MXFP4 keys beside ours over FP8 keys, of 32 heads. Beside fixed sizes, some of more than
+  1 GB of MXFP4 keys are drawn at random; the seed is in the record.
 - `candidates`: logits over 2048 blocks of 8 keys, beside DeepGEMM's dense logits over FP8 keys. DeepGEMM is taken from
   CUPY_MLA_INDEXER_PEERS as in `indexer.py`, the first folder; without it ours over FP8 keys is the peer: see `peer`.
 - `blocks`: choosing the blocks of dense logits, beside a copy of the logits' bytes.
@@ -15,6 +16,7 @@ they are stored; of cache operations, from NumPy. Queries and lists rotate, so t
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -32,6 +34,8 @@ import cupy_mla
 HEADS, BLOCK, BLOCKS, TOPK = 32, 64, 2048, 512
 TOKEN_BYTES = {"fp8": 132, "mxfp4": 68}
 SHAPES = ((64, 131072), (1, 1 << 20), (8, 1 << 20), (8, 131072), (32, 1 << 20), (1, 131072))  # requests, context
+LARGE = 7  # sizes that are drawn
+LARGE_GB, LARGE_CONTEXT = (1.02, 3), (15, 20)  # of MXFP4 keys; powers of two
 ROTATED_BYTES, MOST_SETS = 128 << 20, 24
 AT_ONCE = 1 << 20  # tokens that are packed
 SAMPLE = 4
@@ -45,6 +49,12 @@ class Batch(NamedTuple):
     lens: torch.Tensor
     table: torch.Tensor
     context: int
+
+
+def large_shape(rng: random.Random) -> tuple[int, int]:
+    """Requests and context of more than 1 GB of MXFP4 keys."""
+    context = int(2 ** rng.uniform(*LARGE_CONTEXT)) // BLOCK * BLOCK
+    return -(-int(rng.uniform(*LARGE_GB) * 1e9) // (TOKEN_BYTES["mxfp4"] * context)), context
 
 
 @cache
@@ -246,6 +256,11 @@ def measure_cache(record: Record, quick: bool) -> None:
         record.add(case, ours_us, copy_us, error, peer="copy", tb_s=round(nbytes / ours_us * 1e-6, 2))
 
 
+def forget_batch() -> None:
+    batch.cache_clear()
+    torch.cuda.empty_cache()
+
+
 def find_peers() -> Peers | None:
     folder = next((Path(name) for name in FOLDERS if Path(name).is_dir()), None)
     if folder is None:
@@ -255,16 +270,21 @@ def find_peers() -> Peers | None:
 
 
 def main() -> None:
-    options = Options.parse(__doc__)
+    options, seed = Options.parse_with_seed(__doc__)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
     record = Record("indexer_v41", options)
+    record.note("seed", seed)
     peers: Any = find_peers()
     measure_cache(record, options.quick)
     for requests, context in SHAPES[: 2 if options.quick else None]:
         over_candidates(record, peers, requests, context)
         mxfp4(record, requests, context)
         blocks_of_logits(record, requests, context)
-        batch.cache_clear()
-        torch.cuda.empty_cache()
+        forget_batch()
+    for _ in range(1 if options.quick else LARGE):
+        mxfp4(record, *large_shape(rng))
+        forget_batch()
     judge(INDEXER_V41, record.rows)
     print(record.write())
 

@@ -5,7 +5,7 @@
 // of 32 values, takes words 2 s and 2 s + 1 of chunk 4 h + t from lane t: k = 4 t + e is value 64 h + 16 t + 8 s + e,
 // and k = 16 + 4 t + e is the value 4 further on.
 //
-// MXFP4 keys are widened to e4m3 after they are loaded (rows/mxfp4.cuh says what is exact): there a chunk of 16 values
+// MXFP4 keys are widened to e5m2 after they are loaded (rows/mxfp4.cuh says what is exact): there a chunk of 16 values
 // is 8 bytes of codes.
 #pragma once
 #include "indexer/work.cuh"
@@ -103,13 +103,13 @@ struct Keys {
                 codes[i][1] = load_codes_of_key(keys + from + 8 * t + 32);
             }
         }
-        scale = factor_of_scales(largest_scale(scales));
+        scale = factor_of_scales_e5m2(largest_scale(scales));
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const uint32_t of_key = __shfl_sync(~0u, scales, g + 8 * i), largest = largest_scale(of_key);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const Magnitudes of = magnitudes_of(largest - (of_key >> (2 * half + t / 2) * 8 & 255));
+                const Magnitudes of = magnitudes_of_e5m2(largest - (of_key >> (2 * half + t / 2) * 8 & 255));
                 const Vec8 low = widen_e2m1_8(codes[i][half].x, of), high = widen_e2m1_8(codes[i][half].y, of);
                 chunk[i][half] = {low.x, low.y, high.x, high.y};
             }

@@ -8,15 +8,17 @@
 //              The four lanes of a quad add up their sums so that each has the sum of one key, and stores its logit
 //   end        -inf for the keys that no unit covers, if asked
 //
-// MXFP4: keys are widened to e4m3 when they are loaded (keys.cuh); queries are e4m3 in any case.
+// MXFP4: keys are widened to e5m2 when they are loaded (keys.cuh); queries are e4m3 in any case. That is exact if the
+// scales of a key's groups are within a factor of 2^28. Otherwise values of small groups are off by less than 2^-29 of
+// the key's largest scale.
 //
 // CANDIDATES: a query sees blocks of 8 keys of its own (work.cuh).
 //
 // COMPACT: a row of results starts at the first key that its query sees, and has no room for keys that it does not
 // see.
 //
-// On sm_89, and from sm_120 on, operands are e4m3 (m16n8k32). Older GPUs have no such mma, and on sm_90 and sm_100
-// mma.sync widens e4m3 each time it runs. There operands are widened to f16 once, which is exact (m16n8k16).
+// On sm_89, and from sm_120 on, operands are bytes (m16n8k32). Older GPUs have no such mma, and on sm_90 and sm_100
+// mma.sync widens bytes each time it runs. There operands are widened to f16 once, which is exact (m16n8k16).
 //
 // A row of the tile in shared memory is one head: 16-byte pieces in the order in which lanes need them. Odd rows have
 // the halves of each 128 bytes swapped, so that a load of two rows meets all banks.
@@ -92,7 +94,9 @@ struct Fragments {
                     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
-                        if constexpr (WIDENED) {
+                        if constexpr (WIDENED && MXFP4) {
+                            e5m2x4_to_f16x2(words[k], a[m][4 * half + k][i], a[m][4 * half + k][2 + i]);
+                        } else if constexpr (WIDENED) {
                             e4m3x4_to_f16x2(words[k], a[m][4 * half + k][i], a[m][4 * half + k][2 + i]);
                         } else {
                             a[m][2 * half + k / 2][k % 2 * 2 + i] = words[k];
@@ -103,6 +107,14 @@ struct Fragments {
         }
     }
 };
+
+__device__ __forceinline__ void multiply_bytes(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (MXFP4) {
+        mma_m16n8k32_e5m2_e4m3(c, a, b0, b1);
+    } else {
+        mma_m16n8k32_e4m3(c, a, b0, b1);
+    }
+}
 
 // A query's sums over heads for the warp's keys. Returns that of key 8 t + g: the logit without the key's scale.
 __device__ __forceinline__ float weighted_sum(const Fragments& keys, int query) {
@@ -122,8 +134,8 @@ __device__ __forceinline__ float weighted_sum(const Fragments& keys, int query) 
                     mma_m16n8k16_f16(c[m], keys.a[m][2 * piece], b.x, b.y);
                     mma_m16n8k16_f16(c[m], keys.a[m][2 * piece + 1], b.z, b.w);
                 } else {
-                    mma_m16n8k32_e4m3(c[m], keys.a[m][2 * piece], b.x, b.y);
-                    mma_m16n8k32_e4m3(c[m], keys.a[m][2 * piece + 1], b.z, b.w);
+                    multiply_bytes(c[m], keys.a[m][2 * piece], b.x, b.y);
+                    multiply_bytes(c[m], keys.a[m][2 * piece + 1], b.z, b.w);
                 }
             }
         }

@@ -27,11 +27,14 @@
 // four lanes of a quad add up what they have, so that each ends with the logits of one key for every second query. The
 // columns of two queries alternate, so that half of these exchanges need no choice between registers (QueryHead).
 //
-// MXFP4: the ring holds codes. Each math warpgroup widens the keys of its unit to e4m3 in registers, as A operands
-// (rows/mxfp4.cuh says what is exact). Lane t of a quad has one of a key's four scale groups: 32 neighbouring values,
+// MXFP4: the ring holds codes. Each math warpgroup widens the keys of its unit to e5m2 in registers, as A operands
+// (rows/mxfp4.cuh). Lane t of a quad has one of a key's four scale groups: 32 neighbouring values,
 // of which it gives 8 to each of the 4 steps of k. The order of k is free as long as both operands agree, so
 // copy_queries stores the queries' words in this order. A stage is free for the next unit before its multiplication
-// begins.
+// begins. Instructions bound these variants, most of all integer ones. So relu(x) is (x + |x|) / 2, an addition, with
+// weights that are halved once a tile. Logits have the same bits as by max: x is a sum of 128 products of e4m3 (448 at
+// most) and e5m2 (1.5 * 2^15), which is NaN, if the query has a NaN, or less than 2^32. So x + |x| is exact and finite,
+// NaN stays NaN, and an infinite weight times relu's 0 is NaN. Only weights below 2^-125 have no half: they count as 0.
 //
 // CANDIDATES: a query token sees blocks of 8 keys of its own, found in a list (work.cuh). A tile has one query.
 //
@@ -45,8 +48,10 @@
 //
 // Shared memory: two buffers of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes (MXFP4: 64), scales.
 //
-// Exact: e4m3 is multiplied as it is; e2m1 keys become e4m3 (rows/mxfp4.cuh says when that is exact). Rounded: wgmma's
-// sums over a key's values, the sums over heads in float32, and the product with the key's scale.
+// Exact: e4m3 is multiplied as it is; e2m1 keys become e5m2, if their groups' scales are within a factor of 2^28.
+// Rounded: wgmma's sums over a key's values, the sums over heads in float32, and the product with the key's scale.
+// Truncated: of a key with scales further apart, values of small groups, by less than 2^-29 of its largest scale, which
+// is less than 2^-30 of the largest value that writers put under that scale.
 //
 // Parts, under logits_sm90/:
 //

@@ -1,5 +1,5 @@
-// PTX ISA: ex2, lg2, sqrt, rcp, div, mul, add, sub, fma, max of float32; min of uint32; abs, min, max, mul and fma of
-// two packed 16-bit numbers.
+// PTX ISA: ex2, lg2, sqrt, rcp, div, mul, add, sub, fma, max of float32; min and prmt of uint32; abs, min, max, mul and
+// fma of two packed 16-bit numbers.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -79,6 +79,21 @@ __device__ __forceinline__ float divide_by_constant(float a, float divisor) {
 __device__ __forceinline__ uint32_t min_in_32_bits(uint32_t a, uint32_t b) {
     uint32_t y;
     asm("min.u32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
+// prmt.b32: four of the eight bytes of a and b, by the lowest four hexadecimal digits of `select`. They must be at most
+// 7. __byte_perm clears their highest bits first, with one more instruction.
+__device__ __forceinline__ uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t select) {
+    uint32_t y;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(select));
+    return y;
+}
+
+// max.u16x2 of sm_90: of two integers in the halves of a word.
+__device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
 

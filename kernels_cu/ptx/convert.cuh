@@ -81,6 +81,13 @@ __device__ __forceinline__ void e4m3x4_to_f16x2(uint32_t bytes, uint32_t& first,
 #endif
 }
 
+// Four e5m2 bytes, the upper bytes of f16, to two pairs of f16. Volatile: else ptxas moves it to where keys fill the
+// registers (logits.cu on sm_86).
+__device__ __forceinline__ void e5m2x4_to_f16x2(uint32_t bytes, uint32_t& first, uint32_t& second) {
+    asm volatile("prmt.b32 %0, %1, 0, 0x1404;" : "=r"(first) : "r"(bytes));
+    asm volatile("prmt.b32 %0, %1, 0, 0x3424;" : "=r"(second) : "r"(bytes));
+}
+
 // Four e4m3 bytes to four float32.
 __device__ __forceinline__ void e4m3x4_to_float(uint32_t bytes, float (&v)[4]) {
 #if __CUDA_ARCH__ >= 890

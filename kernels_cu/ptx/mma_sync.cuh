@@ -1,11 +1,11 @@
-// PTX ISA: mma.sync.aligned.m16n8k16 on bfloat16 or float16 (sm_80) and .m16n8k32 on e4m3 (sm_89), with float32
-// accumulators.
+// PTX ISA: mma.sync.aligned.m16n8k16 on bfloat16 or float16 (sm_80) and .m16n8k32 on e4m3 or e5m2 x e4m3 (sm_89), with
+// float32 accumulators.
 //
 // Fragments of a warp, lane = 4 * g + t:
 //   A (16 x 16): a[0] row g, columns 2t 2t+1; a[1] row g + 8; a[2], a[3] the same rows, 8 columns further
 //   B (16 x 8):  b[0] rows 2t 2t+1, column g; b[1] 8 rows further
 //   C (16 x 8):  c[0] c[1] row g, columns 2t 2t+1; c[2] c[3] row g + 8
-// With e4m3 a register holds four values of k instead of two.
+// With bytes a register holds four values of k instead of two.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -26,6 +26,14 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&c)[4], const uint32_t (
 __device__ __forceinline__ void mma_m16n8k32_e4m3(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_m16n8k32_e5m2_e4m3(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                       uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

@@ -1,6 +1,6 @@
 // PTX ISA: wgmma.mma_async with float32 accumulators, A in shared memory or in registers: m64nNk16 on bfloat16 or
-// float16, N = 16, 32, 64 or 256, and 8 with A in shared memory; m64nNk32 on e4m3, N = 32, 64, 128, 192 or 256;
-// wgmma.fence, .commit_group, .wait_group. sm_90a.
+// float16, N = 16, 32, 64 or 256, and 8 with A in shared memory; m64nNk32 on e4m3, in registers on e5m2, N = 32, 64,
+// 128, 192 or 256; wgmma.fence, .commit_group, .wait_group. sm_90a.
 //
 // A warpgroup multiplies together. In warp w, lane 4 g + t, accumulator c[4 j + 2 i + k] is row 16 w + g + 8 i, column
 // 8 j + 2 t + k. A in registers: each warp holds its 16 rows as fragments of mma.m16n8k16 (mma_sync.cuh).
@@ -156,60 +156,60 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], u
           "n"(SUM == Sum::ADD), "n"(B == Major::MN));
 }
 
-// Products of e4m3, K-major. A in shared memory:
-#define WGMMA_E4M3_AS(shape, registers, outputs, inputs, ...)                                                    \
-    asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k32.f32.e4m3.e4m3 {" registers "}, " inputs ", 1, 1;" \
-                 : outputs                                                                                       \
+// Products of bytes, K-major. A in shared memory, e4m3 x e4m3:
+#define WGMMA_BYTES_AS(shape, type, registers, outputs, inputs, ...)                                                 \
+    asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k32.f32." type ".e4m3 {" registers "}, " inputs ", 1, 1;" \
+                 : outputs                                                                                           \
                  : __VA_ARGS__, "l"(b), "n"(SUM == Sum::ADD))
-#define WGMMA_E4M3(shape, registers, outputs, inputs, ...)                   \
-    if constexpr (SUM == Sum::SET) {                                         \
-        WGMMA_E4M3_AS(shape, registers, outputs("=f"), inputs, __VA_ARGS__); \
-    } else {                                                                 \
-        WGMMA_E4M3_AS(shape, registers, outputs("+f"), inputs, __VA_ARGS__); \
+#define WGMMA_BYTES(shape, type, registers, outputs, inputs, ...)                   \
+    if constexpr (SUM == Sum::SET) {                                                \
+        WGMMA_BYTES_AS(shape, type, registers, outputs("=f"), inputs, __VA_ARGS__); \
+    } else {                                                                        \
+        WGMMA_BYTES_AS(shape, type, registers, outputs("+f"), inputs, __VA_ARGS__); \
     }
 
 template <Sum SUM>
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[16], uint64_t a, uint64_t b) {
-    WGMMA_E4M3("n32", R16, C16, "%16, %17, %18", "l"(a));
+    WGMMA_BYTES("n32", "e4m3", R16, C16, "%16, %17, %18", "l"(a));
 }
 template <Sum SUM>
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[32], uint64_t a, uint64_t b) {
-    WGMMA_E4M3("n64", R32, C32, "%32, %33, %34", "l"(a));
+    WGMMA_BYTES("n64", "e4m3", R32, C32, "%32, %33, %34", "l"(a));
 }
 template <Sum SUM>
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[64], uint64_t a, uint64_t b) {
-    WGMMA_E4M3("n128", R64, C64, "%64, %65, %66", "l"(a));
+    WGMMA_BYTES("n128", "e4m3", R64, C64, "%64, %65, %66", "l"(a));
 }
 template <Sum SUM>
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[96], uint64_t a, uint64_t b) {
-    WGMMA_E4M3("n192", R96, C96, "%96, %97, %98", "l"(a));
+    WGMMA_BYTES("n192", "e4m3", R96, C96, "%96, %97, %98", "l"(a));
 }
 template <Sum SUM>
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[128], uint64_t a, uint64_t b) {
-    WGMMA_E4M3("n256", R128, C128, "%128, %129, %130", "l"(a));
+    WGMMA_BYTES("n256", "e4m3", R128, C128, "%128, %129, %130", "l"(a));
 }
 
-// A in registers: each warp holds its 16 rows as fragments of mma.m16n8k32. a[i] holds four values of row g + 8 (i %
-// 2), from k = 16 (i / 2) + 4 t on.
+// A in registers, e5m2 x e4m3: each warp holds its 16 rows as fragments of mma.m16n8k32. a[i] holds four values of
+// row g + 8 (i % 2), from k = 16 (i / 2) + 4 t on.
 template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[16], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA_E4M3("n32", R16, C16, "{%16, %17, %18, %19}, %20, %21", A_REGISTERS);
+__device__ __forceinline__ void wgmma_e5m2(float (&c)[16], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_BYTES("n32", "e5m2", R16, C16, "{%16, %17, %18, %19}, %20, %21", A_REGISTERS);
 }
 template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[32], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA_E4M3("n64", R32, C32, "{%32, %33, %34, %35}, %36, %37", A_REGISTERS);
+__device__ __forceinline__ void wgmma_e5m2(float (&c)[32], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_BYTES("n64", "e5m2", R32, C32, "{%32, %33, %34, %35}, %36, %37", A_REGISTERS);
 }
 template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA_E4M3("n128", R64, C64, "{%64, %65, %66, %67}, %68, %69", A_REGISTERS);
+__device__ __forceinline__ void wgmma_e5m2(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_BYTES("n128", "e5m2", R64, C64, "{%64, %65, %66, %67}, %68, %69", A_REGISTERS);
 }
 template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[96], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA_E4M3("n192", R96, C96, "{%96, %97, %98, %99}, %100, %101", A_REGISTERS);
+__device__ __forceinline__ void wgmma_e5m2(float (&c)[96], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_BYTES("n192", "e5m2", R96, C96, "{%96, %97, %98, %99}, %100, %101", A_REGISTERS);
 }
 template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[128], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA_E4M3("n256", R128, C128, "{%128, %129, %130, %131}, %132, %133", A_REGISTERS);
+__device__ __forceinline__ void wgmma_e5m2(float (&c)[128], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_BYTES("n256", "e5m2", R128, C128, "{%128, %129, %130, %131}, %132, %133", A_REGISTERS);
 }
 
 #undef C4_AT
@@ -231,6 +231,6 @@ __device__ __forceinline__ void wgmma_e4m3(float (&c)[128], const uint32_t (&a)[
 #undef R128
 #undef WGMMA_AS
 #undef WGMMA
-#undef WGMMA_E4M3_AS
-#undef WGMMA_E4M3
+#undef WGMMA_BYTES_AS
+#undef WGMMA_BYTES
 #undef A_REGISTERS

@@ -1,10 +1,15 @@
 // MXFP4: groups of 32 values. Each value is an e2m1 code (e2m1.cuh). Each group has a scale, a power of two in a UE8M0
 // byte. 128 values are 64 bytes, and their four scales are a word.
 //
-// Tensor cores before sm_100 do not multiply e2m1. For them 128 values are widened to e4m3 under one factor, 2^-6 of
-// the largest of their four scales. If a group's scale is 2^-below of the largest one, its values become their e2m1
-// value times 2^(6 - below). That is exact up to below = 14. With smaller scales e4m3 has too few bits: values are
-// rounded to multiples of 2^-15 of the largest scale. A factor below the least normal float32 counts as 0.
+// Tensor cores before sm_100 do not multiply e2m1. For them 128 values are widened to bytes under one factor, which
+// follows from the largest of their four scales. `below`: a group's scale is 2^-below of the largest one.
+//
+//   bytes   factor             exact up to    values in smaller groups are
+//   e4m3    2^-6 largest       below = 14     rounded to multiples of 2^-15 of the largest scale
+//   e5m2    2^-13 largest      below = 28     truncated to multiples of 2^-29 of the largest scale
+//
+// e5m2 is for operands of products, whose other operand may still be e4m3. e4m3 is for arrays: other kernels read them
+// as FP8 keys. A factor below the least normal float32 counts as 0.
 #pragma once
 #include "rows/e2m1.cuh"
 
@@ -48,7 +53,7 @@ __device__ __forceinline__ uint32_t join_scales(uint32_t scale, int lane) {
     return scales | __shfl_xor_sync(~0u, scales, 8);
 }
 
-// --- to e4m3 --------------------------------------------------------------------------------------------------
+// --- to e4m3 and e5m2 -----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t largest_scale(uint32_t scales) {
     return max(max(scales & 255, scales >> 8 & 255), max(scales >> 16 & 255, scales >> 24));
@@ -59,12 +64,18 @@ __device__ __forceinline__ float factor_of_scales(uint32_t largest) {
     return largest < 7 ? 0.0f : ue8m0_to_float(largest) * 0x1p-6f;  // 7: of the least normal float32
 }
 
-// The eight e2m1 magnitudes as e4m3 bytes, in the order of their codes.
+// The same for e5m2: 13 less in the exponent.
+__device__ __forceinline__ float factor_of_scales_e5m2(uint32_t largest) {
+    const float factor = __uint_as_float(max(int(largest << 23) - (13 << 23), 0));
+    return largest == UE8M0_NAN ? __uint_as_float(0x7fffffffu) : factor;
+}
+
+// The eight e2m1 magnitudes as bytes, in the order of their codes.
 struct Magnitudes {
     uint32_t low, high;
 };
 
-// The magnitudes of a group whose scale is 2^-below of the largest one.
+// The magnitudes of a group as e4m3.
 __device__ __forceinline__ Magnitudes magnitudes_of(uint32_t below) {
     if (__builtin_expect(below <= 11, true))  // all are normal numbers: 0, 32, 64, 96; 128, 192, 256, 384
         return {0x6c686000u - below * 0x08080800u, 0x7c787470u - below * 0x08080808u};
@@ -72,10 +83,26 @@ __device__ __forceinline__ Magnitudes magnitudes_of(uint32_t below) {
     return {float_to_e4m3x4(0.0f, 0.5f * one, one, 1.5f * one), float_to_e4m3x4(2 * one, 3 * one, 4 * one, 6 * one)};
 }
 
-// Eight codes as e4m3 bytes, in their order.
+// The same as e5m2, if all are normal numbers: 0, 2^12 to 1.5 * 2^15.
+constexpr uint32_t MOST_BELOW_NORMAL_E5M2 = 26;
+__device__ __forceinline__ Magnitudes normal_magnitudes_of_e5m2(uint32_t below) {
+    return {0x72706c00u - below * 0x04040400u, 0x7a787674u - below * 0x04040404u};
+}
+
+// The same as e5m2.
+__device__ __forceinline__ Magnitudes magnitudes_of_e5m2(uint32_t below) {
+    if (__builtin_expect(below <= MOST_BELOW_NORMAL_E5M2, true)) return normal_magnitudes_of_e5m2(below);
+    const float one = power_of_two(140 - int(min(below, 40u)));
+    const auto upper_bytes = [](float a, float b, float c, float d) {  // of f16
+        return __byte_perm(pack_f16x2(a, b), pack_f16x2(c, d), 0x7531);
+    };
+    return {upper_bytes(0.0f, 0.5f * one, one, 1.5f * one), upper_bytes(2 * one, 3 * one, 4 * one, 6 * one)};
+}
+
+// Eight codes as bytes, in their order.
 __device__ __forceinline__ Vec8 widen_e2m1_8(uint32_t codes, const Magnitudes& of) {
     const uint32_t select = codes & 0x77777777, upper = codes << 4;  // signs of even codes in the bytes' highest bits
     const uint32_t low = __byte_perm(upper, codes, 0x5140), high = __byte_perm(upper, codes, 0x7362);
-    return {__byte_perm(of.low, of.high, select) | (low & 0x80808080u),
-            __byte_perm(of.low, of.high, select >> 16) | (high & 0x80808080u)};
+    return {select_bytes(of.low, of.high, select) | (low & 0x80808080u),
+            select_bytes(of.low, of.high, select >> 16) | (high & 0x80808080u)};
 }

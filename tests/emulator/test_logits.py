@@ -25,6 +25,9 @@ def test_pages_of_mxfp4(kind, rng, b, n, heads, block_size, longest):
         of_candidates.test_logits_over_mxfp4(kind, rng, b, n, heads, block_size, longest, exact)
 
 
+test_small_groups = again(of_candidates.test_small_groups_are_exact, (20,), (28,))
+test_far_groups = again(of_candidates.test_far_groups)
+
 FORMATS = (of_candidates.FP8, of_candidates.MXFP4)
 SIZES = ((9, 64, 16, 3), (5, 8, 1, 1), (3, 32, 8, 30))
 

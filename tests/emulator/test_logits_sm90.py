@@ -17,6 +17,7 @@ from cupy_mla import (
 
 from ..ops import test_candidates as of_candidates
 from ..ops.test_logits import paged, put, ragged
+from .again import again
 
 
 @pytest.mark.parametrize("clean", [False, True])
@@ -60,10 +61,16 @@ def test_logits_of_mxfp4(kind, rng, b: int, n: int, heads: int, block_size: int,
 
 
 def test_mxfp4_of_many_sizes(kind, rng) -> None:
-    """Scales of a key up to 2^14 apart."""
+    """Scales of a key up to 2^28 apart."""
     inputs = of_candidates.paged(rng, 2, 2, 32, 64, 300)
     inputs["kv_cache"] = _aligned(inputs["kv_cache"])
     of_candidates.check(kind.take(paged_indexer_logits(**put(kind, inputs))), paged_indexer_logits(**inputs))
+
+
+test_small_groups_of_mxfp4 = again(of_candidates.test_small_groups_are_exact, (20,), (27,), (28,))
+test_far_groups_of_mxfp4 = again(of_candidates.test_far_groups)
+test_weights_of_mxfp4 = again(of_candidates.test_weights_that_are_not_finite, (np.nan,), (np.inf,))
+test_nan_scale_of_mxfp4 = again(of_candidates.test_nan_scale_of_mxfp4)
 
 
 @pytest.mark.long(sample=1)

@@ -23,7 +23,7 @@ FP8, MXFP4 = 132, 68
 
 
 def key_cache(rng: np.random.Generator, token_bytes: int, blocks: int, block_size: int, exact: bool) -> np.ndarray:
-    """Keys of any size, of MXFP4 under scales up to 2^14 apart; exact: such that sums of products are."""
+    """Keys of any size, of MXFP4 under scales up to 2^28 apart; exact: such that sums of products are."""
     if token_bytes == FP8:
         codes = (indexers.exact_codes if exact else indexers.codes)(rng, blocks, block_size, 128)
         scales = np.full((blocks, block_size), 0.5, np.float32) if exact else indexers.scales(rng, blocks, block_size)
@@ -32,7 +32,7 @@ def key_cache(rng: np.random.Generator, token_bytes: int, blocks: int, block_siz
     shape = blocks, 64 * block_size
     ones = rng.choice(np.array([0] * 14 + [2, 10]), (2, *shape))  # 0, 1 and -1
     raw[:, : 64 * block_size] = ones[0] | ones[1] << 4 if exact else rng.integers(0, 256, shape)
-    scales = rng.integers(*((126, 129) if exact else (112, 127)), (blocks, block_size, 4))
+    scales = rng.integers(*((126, 129) if exact else (99, 128)), (blocks, block_size, 4))
     raw[:, 64 * block_size : 68 * block_size] = scales.reshape(blocks, -1)
     return raw[:, : 68 * block_size].reshape(blocks, block_size, 68)
 
@@ -84,14 +84,58 @@ def test_logits_over_mxfp4(kind, rng, b: int, n: int, heads: int, block_size: in
         np.testing.assert_array_equal(got, expected)
 
 
+def whole(rng: np.random.Generator, exact: bool = False) -> dict:
+    """Two requests of 60 keys, in blocks of 16 that are one behind the other; blocks allow 16-byte loads."""
+    inputs = paged(rng, 2, 1, 32, 16, 60, exact)
+    inputs["kv_cache"] = np.ascontiguousarray(inputs["kv_cache"])
+    inputs["context_lens"][:], inputs["block_table"] = 60, np.arange(8, dtype=np.int32).reshape(2, 4)
+    return inputs
+
+
+@pytest.mark.parametrize("apart", [1, 14, 20, 26, 27, 28])
+def test_small_groups_are_exact(kind, rng, apart: int) -> None:
+    """Queries are 0 where a key's group of the largest scale is, so that only its small groups count."""
+    inputs = whole(rng)
+    inputs["q8"], inputs["w"] = queries(rng, True, 2, 1, 32)
+    for request, large in enumerate(rng.integers(0, 4, 2)):
+        inputs["q8"][request, 0, :, 32 * large : 32 * large + 32] = 0
+        for slot in range(64 * request, 64 * request + 64):
+            oracle_mxfp4.token(inputs["kv_cache"], slot)[1][:] = np.where(np.arange(4) == large, 127, 127 - apart)
+    expected = oracle_mxfp4.paged_logits(**of_oracle(inputs))
+    np.testing.assert_array_equal(kind.take(paged_indexer_logits(**put(kind, inputs))), expected)
+
+
+def test_far_groups(kind, rng) -> None:
+    """Values of groups more than 2^28 below a key's largest scale are off by less than 2^-29 of it. Some are 0."""
+    inputs = whole(rng)
+    for slot in range(8 * 16):
+        codes, scales = oracle_mxfp4.token(inputs["kv_cache"], slot)
+        scales[:] = rng.choice([1, *range(80, 128)], 4)
+        codes.reshape(4, 16)[scales == 1] = 0
+    expected = oracle_mxfp4.paged_logits(**of_oracle(inputs))
+    check(kind.take(paged_indexer_logits(**put(kind, inputs))), expected)
+
+
 def test_nan_scale_of_mxfp4(kind, rng) -> None:
     """Makes the logits of its key NaN, and no others."""
-    inputs = paged(rng, 2, 1, 32, 16, 60)
-    inputs["context_lens"][:], inputs["block_table"] = 60, np.arange(8, dtype=np.int32).reshape(2, 4)
+    inputs = whole(rng)
     oracle_mxfp4.token(inputs["kv_cache"], 16 + 3)[1][2] = 255
     got = kind.take(paged_indexer_logits(**put(kind, inputs)))
     assert np.isnan(got[0, 19])
     assert np.isnan(got).sum() == 1
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite(kind, rng, weight: float) -> None:
+    """Infinity times a product that relu makes 0 is NaN. So is every logit of a query with a NaN."""
+    inputs = whole(rng, exact=True)
+    inputs["w"][0, 5] = weight
+    inputs["q8"][1, 0, 7, 100] = indexers.NAN_CODE
+    with np.errstate(invalid="ignore"):
+        expected = oracle_mxfp4.paged_logits(**of_oracle(inputs)).astype(np.float32)
+        got = kind.take(paged_indexer_logits(**put(kind, inputs)))
+    np.testing.assert_array_equal(got, expected)
+    assert np.isnan(got[1]).all()
 
 
 def candidates_of(

@@ -5,11 +5,21 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 
-// The blocks of keys number `lane` and `lane` + 32 of a unit.
+// Whether every unit lies in one block. By a schedule that is so.
+__device__ __forceinline__ bool units_lie_in_blocks(const LogitsParams& p) {
+    return PAGED && !CANDIDATES && p.table.block_size.value % UNIT == 0;
+}
+
+// The blocks of keys number `lane` and `lane` + 32 of a unit. If the unit lies in one block, at[0] of every lane is the
+// block of the unit's first key.
 struct UnitBlocks {
     KeyBlock at[2];
 
     __device__ __forceinline__ void find(const LogitsParams& p, int request, int first, int end, int lane) {
+        if (units_lie_in_blocks(p)) {
+            at[0] = block_of_key(p, request, first, end);
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) at[i] = block_of_key(p, request, first + 32 * i + lane, end);
     }
@@ -21,8 +31,7 @@ __device__ __forceinline__ uint64_t policy_of_keys(const LogitsParams& p) {
     return keys <= KEYS_KEPT_IN_L2 ? evict_normal() : evict_first();
 }
 
-// Copies a unit's keys and scales to a stage, by a warp. Keys that do not exist become zeros. By a schedule all lanes
-// have the unit's block in blocks.at[0].
+// Copies a unit's keys and scales to a stage, by a warp. Keys that do not exist become zeros.
 __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlocks& blocks, int first, int end,
                                           int stage, int lane, uint64_t policy) {
     Small& sm = small();
@@ -48,11 +57,8 @@ __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlock
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             cp_async_4(scales + 128 * i, p.scales + first + 32 * i + lane, first + 32 * i + lane < end);
-    } else if (SCHEDULED || !CANDIDATES && p.table.block_size.value % UNIT == 0) {  // the unit lies in one block
-        const KeyBlock at =
-            SCHEDULED ? blocks.at[0]
-                      : KeyBlock{__shfl_sync(~0u, blocks.at[0].block, 0), __shfl_sync(~0u, blocks.at[0].offset, 0)};
-        const KeyPlace place = place_of_key(p, at, first, end);
+    } else if (SCHEDULED || units_lie_in_blocks(p)) {
+        const KeyPlace place = place_of_key(p, blocks.at[0], first, end);
         const bool there = place.data >= 0;
         const uint8_t* from = p.keys + place.data + row * KEY_BYTES;
 #pragma unroll

@@ -53,6 +53,7 @@ using E4m3 = Narrow<4, 3, 0x7e, 0x7f>;
 inline float bf16_value(uint32_t item) { return bits<float>(item << 16); }
 inline float f16_value(uint32_t item) { return F16::value(item); }
 inline float e4m3_value(uint32_t item) { return E4m3::value(item); }
+inline float e5m2_value(uint32_t item) { return F16::value(item << 8 & 0xff00); }
 
 // The same operation on both halves of a word.
 template <typename Act>
@@ -91,8 +92,12 @@ inline float divide_by_constant(float a, float divisor) {
 }
 
 inline uint32_t min_in_32_bits(uint32_t a, uint32_t b) { return a < b ? a : b; }
+inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t select) { return __byte_perm(a, b, select); }
 
 // Two numbers in the halves of a word.
+inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
+    return emu::halves(a, b, [](uint32_t x, uint32_t y) { return std::max(x, y); });
+}
 inline uint32_t abs_bf16x2(uint32_t x) { return x & 0x7fff7fff; }
 inline uint32_t max_bf16x2(uint32_t a, uint32_t b) { return emu::halves(a, b, emu::max_of_halves<0x7f80>); }
 inline uint32_t min_bf16x2(uint32_t a, uint32_t b) {  // min(a, b) = -max(-a, -b); NaN only of two NaNs

@@ -45,6 +45,11 @@ inline void e4m3x4_to_f16x2(uint32_t bytes, uint32_t& first, uint32_t& second) {
     first = low, second = high;
 #endif
 }
+inline void e5m2x4_to_f16x2(uint32_t bytes, uint32_t& first, uint32_t& second) {
+    const auto pair = [](uint32_t two) { return (two & 0xff) << 8 | (two & 0xff00) << 16; };
+    const uint32_t low = pair(bytes), high = pair(bytes >> 16);
+    first = low, second = high;
+}
 inline void e4m3x4_to_float(uint32_t bytes, float (&v)[4]) {
     for (int i = 0; i < 4; ++i) {
         const uint32_t b = bytes >> (8 * i) & 0xff;

@@ -71,6 +71,10 @@ struct E4m3Item {
     using Bits = uint8_t;
     static float value(Bits bits) { return e4m3_value(bits); }
 };
+struct E5m2Item {
+    using Bits = uint8_t;
+    static float value(Bits bits) { return e5m2_value(bits); }
+};
 template <Values VALUES>
 using ItemOf = std::conditional_t<VALUES == Values::BF16, Bf16Item, F16Item>;
 template <typename Item>
@@ -192,16 +196,16 @@ inline void wgmma(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
     }
 }
 
-// On e4m3, K-major. A in shared memory, ...
+// On bytes, K-major. A in shared memory, e4m3, ...
 template <Sum SUM, int N>
 inline void wgmma_e4m3(float (&c)[N], uint64_t a, uint64_t b) {
     static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128, "");
     emu::issue<emu::E4m3Item, SUM, false, Major::K, Major::K>(c, a, b);
 }
 
-// ... or in registers.
+// ... or in registers, e5m2.
 template <Sum SUM, int N>
-inline void wgmma_e4m3(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
+inline void wgmma_e5m2(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
     static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128, "");
     emu::Wgmma& product = emu::issue<emu::E4m3Item, SUM, true, Major::K, Major::K>(c, 0, b);
     for (int half = 0; half < 2; ++half) {
@@ -209,6 +213,6 @@ inline void wgmma_e4m3(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
         for (int i = 0; i < 2; ++i)
             for (int k = 0; k < 16; ++k)
                 product.a_registers[32 * i + 16 * half + k] =
-                    emu::E4m3Item::value(uint8_t(all[k / 4] >> (32 * i + 8 * (k % 4))));
+                    emu::E5m2Item::value(uint8_t(all[k / 4] >> (32 * i + 8 * (k % 4))));
     }
 }
