@@ -38,12 +38,13 @@ class Figure(NamedTuple):
     moved: float
     least_us: float
 
-    def line(self, us: dict[str, float]) -> dict[str, str]:
-        """By column, with the microseconds on each GPU by its name; rates and share are those of the first."""
-        first = next(iter(us.values()))
+    def line(self, us: dict[str, float | None]) -> dict[str, str]:
+        """By column, with the microseconds on each GPU by its name, None where it was not measured; rates and share
+        are those of the first."""
+        first = next(time for time in us.values() if time is not None)
         return {
             **self.work,
-            **{f"{card}, µs": f"{time:,.1f}" for card, time in us.items()},
+            **{f"{card}, µs": f"{time:,.1f}" if time else "" for card, time in us.items()},
             "TFLOP/s": f"{self.flops / first * 1e-6:,.0f}" if self.flops else "",
             "TB/s": f"{self.moved / first * 1e-6:.2f}" if self.moved else "",
             "% of the ceiling": f"{100 * self.least_us / first:.0f}",

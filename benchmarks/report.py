@@ -272,7 +272,7 @@ def absolute() -> str:
         records = [record for folder in folders() if (record := load(name, folder))["rows"]]
         times = {card(record): {row["case"]: row["ours_us"] for row in record["rows"]} for record in records}
         lines = [
-            figure.line({gpu: us[figure.case] for gpu, us in times.items() if figure.case in us})
+            figure.line({gpu: us.get(figure.case) for gpu, us in times.items()})
             for figure in figures_of(load(name)["rows"])
         ]
         if lines:
