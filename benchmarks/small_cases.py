@@ -24,7 +24,7 @@ import cupy_mla
 from cupy_mla import layouts
 from cupy_mla.calls import scratch
 from cupy_mla.calls.operation import forget_calls
-from cupy_mla.cuda import driver, logits_sm90, topk
+from cupy_mla.cuda import driver, indices, logits_sm90, topk
 from cupy_mla.cuda import kernel as kernel_module
 from cupy_mla.cuda.attention import dense
 from cupy_mla.cuda.attention.choose import DENSE_NAMES, VARIABLE
@@ -475,6 +475,22 @@ def mxfp4_case(rng: np.random.Generator, heads: int, queries: int, kernel: str) 
     os.environ.pop(LOGITS_VARIABLE)
 
 
+def convert_case(rng: np.random.Generator) -> None:
+    """Several tokens a CTA, which then copies rows of the block table, of both sizes that it has memory for."""
+    for width, counted in product((300, 5000), (False, True)):
+        tokens, requests, k = 4 * indices.BLOCKS_PER_SM * driver.gpu(0).sms, 3, 40
+        table = rng.integers(0, 1 << 20, (requests, width), dtype=np.int32)
+        lists = rng.integers(-1, 64 * width, (tokens, k), dtype=np.int32)
+        given = rng.integers(0, requests, tokens, dtype=np.int32), table, lists
+        convert = partial(cupy_mla.convert_req_index_to_global_index, block_size=64, return_valid_counts=counted)
+        name = f"slots of {width} blocks{', counted' * counted}"
+        if counted:
+            for ours, theirs in zip(convert(*on_gpu(*given)), convert(*given), strict=True):
+                compare(name, ours, theirs)
+        else:
+            compare(name, convert(*on_gpu(*given)), convert(*given))
+
+
 def topk_case(rng: np.random.Generator, rows: int, width: int) -> None:
     logits = np.maximum(rng.standard_normal((rows, width), np.float32), -0.3)
     starts = rng.integers(0, width // 8, rows, dtype=np.int32)
@@ -508,6 +524,7 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
     for operation in TABLE:
         if operation.exact:  # attention has cases of its own, one for each of its kernels
             yield operation.name, partial(operation_case, operation=operation)
+    yield "convert many tokens", convert_case
     for kernel in LOGITS_NAMES if hopper else LOGITS_NAMES[:1]:
         for heads, queries in LOGITS_SIZES:
             yield (

@@ -532,12 +532,11 @@ def test_small_cases_are_of_every_operation(module, monkeypatch, rng):
 
 
 # Variants that no small case runs: of two queries a CTA in rows of 512, of heads a CTA that are the fastest in larger
-# calls alone, of more queries a group, of copies of other lengths, of addresses that are not aligned, and of GPUs with
-# 163 KB of shared memory a CTA.
+# calls alone, of more queries a group, of addresses that are not aligned, and of GPUs with 163 KB of shared memory a
+# CTA.
 LEFT_OUT = {
     "attention/backward.cu": 2, "attention/bf16_few_heads_sm90.cu": 2,
     "attention/group_lists.cu": 5, "indexer/logits.cu": 4,
-    "indices/convert.cu": 2,
 }  # fmt: skip
 
 
