@@ -32,9 +32,7 @@ step tests python3 -m pytest -v -n $workers --dist=worksteal -m gpu "$@"
 ends=$(sed -nE 's/^\[gw[0-9]+\] (\[ *[0-9]+%\] )?([A-Z]+ )/\2/p' "$log/tests" 2> /dev/null)
 grep -E '^(FAILED|ERROR)' <<< "$ends" | sort
 [ "$ends" ] && cut -d ' ' -f 1 <<< "$ends" | sort | uniq -c
-for tool in memcheck racecheck; do
-    step $tool python3 benchmarks/racecheck.py --tool $tool --log "$log/$tool.cases" \
-        ${seconds:+--all-seconds $((seconds - SECONDS - 5))}
-    grep -sv ': clean' "$log/$tool"
-done
+step sanitizers python3 benchmarks/racecheck.py --log "$log/sanitizers.cases" \
+    ${seconds:+--all-seconds $((seconds - SECONDS - 5))}
+grep -sv ': clean' "$log/sanitizers"
 exit $failed

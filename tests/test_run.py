@@ -262,7 +262,7 @@ def test_workers_have_gpus_in_turn(tmp_path: Path) -> None:
     assert status == 1
     assert "\nFAILED tests/test_it.py::test_it[3] \n" in printed
     assert " 1 FAILED\n 6 PASSED\n" in printed.replace("     ", "")
-    assert printed.count("1 of 1") == 2
+    assert printed.count("1 of 1") == 1
     assert "clean" not in printed
 
 
@@ -274,7 +274,7 @@ def test_tests_that_the_time_ends_are_counted(tmp_path: Path) -> None:
     assert status == 1
     assert re.search("^tests: status (124|137)$", printed, re.M)  # 137: it is run where SIGINT is ignored
     assert " 1 FAILED\n 5 PASSED\n" in printed.replace("     ", "")
-    assert "\nmemcheck: not begun\nracecheck: not begun\n" in printed
+    assert "\nsanitizers: not begun\n" in printed
 
 
 @pytest.mark.parametrize(
@@ -300,8 +300,8 @@ echo 'RACECHECK SUMMARY: 0 hazards'
 
 
 def test_sanitized_cases(module, monkeypatch, tmp_path: Path, capfd) -> None:
-    """They share processes, which have the GPUs in turn; those of an unclean process are checked alone, and
-    reports that none of them has alone are told of. A case that there is no time for is not clean."""
+    """They share processes, which have the GPUs in turn, by one tool after the other; those of an unclean process are
+    checked alone, and reports that none of them has alone are told of. A case without time for it is not clean."""
     pytest.importorskip("cupy")
     racecheck = module("racecheck")
     tool, names = tmp_path / "tool", ["a", "b", "bad", "c d"]
@@ -320,16 +320,18 @@ def test_sanitized_cases(module, monkeypatch, tmp_path: Path, capfd) -> None:
 
     status, printed = checked("60", names)
     assert status == 1
-    assert printed.startswith("a: clean\nb: clean\nbad: 2 reports, status 1\nc d: clean\n3 of 4 cases are clean; ")
+    assert printed.startswith("a: clean\nb: clean\nbad: 2 reports, status 1 (memcheck)\nc d: clean\n3 of 4 cases ")
     logs = {path.stem: path.read_text().split("\n")[:2] for path in tmp_path.glob("*.txt")}
     assert logs == {
-        "a_and_1_more": ["5", "a bad"], "b_and_1_more": ["7", "b c d"], "a": ["5", "a"], "bad": ["7", "bad"],
+        "memcheck_a_and_1_more": ["5", "a bad"], "memcheck_b_and_1_more": ["7", "b c d"], "memcheck_a": ["5", "a"],
+        "racecheck_b_and_1_more": ["7", "b c d"], "racecheck_a": ["5", "a"], "memcheck_bad": ["7", "bad"],
     }  # fmt: skip
-    assert checked("0", names)[1].startswith("a: not begun\nb: not begun\n")
+    assert checked("0", names)[1].startswith("a: not begun (memcheck)\nb: not begun (memcheck)\n")
     assert checked("60", ["a", "b"])[0] == 0
     status, printed = checked("60", ["one", "a", "other", "b"])
     assert status == 1
-    assert printed.startswith("one: clean alone; 2 cases together: 2 reports, status 1\na: clean\nother: clean alone; ")
+    assert printed.startswith("one: clean alone; 2 cases together: 2 reports, status 1 (memcheck)\na: clean\n")
+    assert "other: clean alone; " in printed
     many = [f"case {number}" for number in range(40)]
     assert "40 of 40 cases are clean" in checked("60", many)[1]
-    assert max(int(path.stem.split("_and_")[1].split("_")[0]) for path in tmp_path.glob("case_*_more.txt")) == 7
+    assert max(int(path.stem.split("_and_")[1].split("_")[0]) for path in tmp_path.glob("*_case_*_more.txt")) == 7
