@@ -9,8 +9,8 @@ of them. Groups:
     V32, V4, bf16           decode of 1 to 264 query tokens, mostly of 2048 rows (V4: 128 of the window, alone and with
                             the compressed rows that its layers have)
     V32 ragged, ...         the same, with a length for each request
-    V4 served               V4's short lists as engines call them: 8 to 264 requests of 1 to 3 query tokens, a window
-                            that is mostly full, alone or with up to 128 compressed rows by the length of each context
+    V4 served               V4's layers as engines call them: 8 to 264 requests of 1 to 3 query tokens, windows that
+                            are mostly full, and compressed rows by the length of each context
     prefill                 1 to 330 queries
     large prefill           1024 to 3072 queries; random lists, lists with locality, either with lengths, or a prompt's
                             first tokens
@@ -40,7 +40,7 @@ from harness import BEGAN, RESULTS, SETS, Call, environment, graph_of, load_kern
 from inputs import bf16_cache, normal, random_slots, v4_cache, v32_cache
 from recorded import problem_of
 from rows import decode_sets, local_lists
-from served import COARSE, WINDOW, contexts, give_served_lengths, logarithmic
+from served import C4A, COARSE, LONGEST, WINDOW, contexts, give_served_lengths, logarithmic
 
 import cupy_mla
 from cupy_mla import flash_mla
@@ -114,9 +114,9 @@ def decode_row(rng: random.Random, kind: str, h: int, n: int) -> Row:
 
 
 def served_row(rng: random.Random, h: int, n: int) -> Row:
-    """One of V4's layers without a compressed row for 4 tokens; `longest` is the length that no context exceeds."""
-    ratio, longest = rng.choice((0, COARSE)), logarithmic(rng, 4096, COARSE * 128)
-    extra = 64 * ceil_div(longest, COARSE * 64) if ratio else 0
+    """One of V4's layers; `longest` is the length that no context exceeds."""
+    ratio, longest = rng.choice((0, 4, COARSE)), logarithmic(rng, 4096, LONGEST)
+    extra = {0: 0, 4: C4A, COARSE: 64 * ceil_div(longest, COARSE * 64)}[ratio]
     row = {"kind": "V4 served", "h": h, "b": max(8, n), "s_q": rng.randint(1, 3), "topk": WINDOW, "extra_topk": extra}
     return {**row, "lengths": 1, "ratio": ratio, "longest": longest}
 
