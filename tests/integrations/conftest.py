@@ -29,6 +29,14 @@ def nothing_is_compiled() -> Iterator[None]:
     dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def a_gpu_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is an H200, if torch is asked."""
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
     """What `cupy_mla.warmup` is called with by an engine's plug-in, in place of the call, in a process where nothing is
@@ -38,7 +46,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
     monkeypatch.setattr(warm, "_ready", set())
     warm._warn_of_portable_kernels.cache_clear()
     monkeypatch.setattr(warm, "warmup", lambda config, device, progress: calls.append((config, device)) or [])
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     return calls
 
 

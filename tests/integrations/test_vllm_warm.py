@@ -27,7 +27,6 @@ SCALE, TOPK = 0.1, 2048
 def nothing_is_ready(monkeypatch) -> None:
     """In this process."""
     monkeypatch.setattr(warm, "_ready", set())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
 @pytest.fixture

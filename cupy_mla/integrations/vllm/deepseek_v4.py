@@ -13,6 +13,7 @@ from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM
 from vllm.models.deepseek_v4.nvidia import flashmla as stock
 from vllm.models.deepseek_v4.nvidia import model as layers
 
+from ...typing import ModelKind
 from .v4_layers import V4Attention
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ stock_attention_of: Any = layers._select_dsv4_attn_cls
 class CupyMLADeepseekV4Attention(V4Attention, StockAttention):
     """vLLM's attention layer with our attention and choice of rows."""
 
-    model = "v4"
+    model: ModelKind = "v4"
 
     def compressed(self, step: dict[str, Any]) -> tuple[Any, Any]:
         return step.get(self.prefix), self.kv_cache
