@@ -20,8 +20,6 @@ INDEXER_ALIGNMENT = 4  # the same for the indexer's caches, whose blocks may hav
 
 
 def require_d_v(name: str, d_v: int) -> None:
-    if type(d_v) is int and d_v == D_V:
-        return
     require_integer(name, d_v, 1)
     if d_v != D_V:
         raise ValueError(f"{name} must be {D_V}, got {d_v}")

@@ -406,8 +406,8 @@ def decode(
         extra_idx.require(INT32, b, s_q, "extra_topk")
         if extra_length is not None:
             extra_length.require(INT32, b)
-    q_scale = 1.0 if q_scale is None else scale_of_q(place, q_, q_scale, door.name("q_scale"))
-    k_scale = 1.0 if k_scale is None else scale_of_rows(place, layout, k_scale, door.name("k_scale"))
+    q_scale = scale_of_q(place, q_, q_scale, door.name("q_scale"))
+    k_scale = scale_of_rows(place, layout, k_scale, door.name("k_scale"))
     batch_invariant = require_bool("batch_invariant", batch_invariant)
     if num_splits is not None:
         num_splits = require_integer("num_splits", num_splits, 1, MAX_SPLITS)

@@ -102,7 +102,7 @@ def _rivals(problem: Problem) -> list[Rival]:
     rivals: list[Rival] = [
         (name, division, microseconds(gpu, name, kernel.work(problem, division)))
         for name, kernel in _serving(problem.kind)
-        for division in (offered(problem, kernel) if problem.division else kernel.candidates(problem))
+        for division in offered(problem, kernel)
     ]
     exceptions = times.exceptions(problem)
     if exceptions:
@@ -118,7 +118,10 @@ def _serving(kind: tuple[Any, ...]) -> list[tuple[str, ModuleType]]:
 
 
 def offered(problem: Problem | DenseProblem, kernel: ModuleType) -> Iterable[Division]:
-    """The candidates of a kernel of the kind of division that is forced, with the fields that it gives."""
+    """The candidates of a kernel. Where a division is forced, those of its kind, with the fields that it gives."""
+    if not problem.division:
+        found: Iterable[Division] = kernel.candidates(problem)
+        return found
     kind, fields = parse(problem.division)
     made = {division._replace(**fields): None for division in kernel.candidates(problem) if isinstance(division, kind)}
     return [division for division in made if kernel.fits(problem, division)]
@@ -149,7 +152,8 @@ def why_not(problem: Problem | DenseProblem, kernels: dict[str, ModuleType]) -> 
     able = [
         name
         for name, kernel in kernels.items()
-        if kernel.serves(free._replace(kernel=name)) and any(kernel.candidates(free._replace(kernel=name)))
+        for asked in [free._replace(kernel=name)]
+        if kernel.serves(asked) and any(kernel.candidates(asked))
     ]
     if problem.kernel not in ("", *able):
         by = "kernel" if forced.names[0] or problem.kernel != asked_kernel() else VARIABLE

@@ -101,7 +101,7 @@ def choose_dense(problem: DenseProblem) -> choose.Choice:
         (name, division, times.microseconds(problem.gpu, name, kernel.work(problem, division)))
         for name, kernel in KERNELS.items()
         if problem.kernel in ("", name) and kernel.serves(problem)
-        for division in (choose.offered(problem, kernel) if problem.division else kernel.candidates(problem))
+        for division in choose.offered(problem, kernel)
     ]
     if not rivals:
         raise ValueError(choose.why_not(problem, KERNELS))

@@ -107,11 +107,9 @@ def _lacking_for(op: Any, block: int | None) -> str | None:
         return "FP4 keys or MX scales"
     if op.topk_tokens > MAX_K:
         return f"more than {MAX_K} chosen tokens"
-    if op.candidate_blocks is not None and block is None:
-        return "candidate blocks"
-    if op.candidate_blocks is not None and op.candidate_block_size != block:
-        return f"candidate blocks of {op.candidate_block_size} keys"
-    return None
+    if op.candidate_blocks is None or op.candidate_block_size == block:
+        return None
+    return "candidate blocks" if block is None else f"candidate blocks of {op.candidate_block_size} keys"
 
 
 def sparse_attn_indexer(
