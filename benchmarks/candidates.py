@@ -40,7 +40,7 @@ from harness import BEGAN, RESULTS, SETS, Call, environment, graph_of, load_kern
 from inputs import bf16_cache, normal, random_slots, v4_cache, v32_cache
 from recorded import problem_of
 from rows import decode_sets, local_lists
-from served import C4A, COARSE, LONGEST, WINDOW, contexts, give_served_lengths, logarithmic
+from served import LONGEST, RATIOS, WINDOW, contexts, extra_entries, give_served_lengths, logarithmic
 
 import cupy_mla
 from cupy_mla import flash_mla
@@ -113,12 +113,13 @@ def decode_row(rng: random.Random, kind: str, h: int, n: int) -> Row:
     return {"kind": kind, "h": h, "b": b, "s_q": s_q, "topk": topk, "extra_topk": extra, "lengths": int(ragged)}
 
 
-def served_row(rng: random.Random, h: int, n: int) -> Row:
+def served_row(rng: random.Random, kind: str, h: int, n: int) -> Row:
     """One of V4's layers; `longest` is the length that no context exceeds."""
-    ratio, longest = rng.choice((0, 4, COARSE)), logarithmic(rng, 4096, LONGEST)
-    extra = {0: 0, 4: C4A, COARSE: 64 * ceil_div(longest, COARSE * 64)}[ratio]
-    row = {"kind": "V4 served", "h": h, "b": max(8, n), "s_q": rng.randint(1, 3), "topk": WINDOW, "extra_topk": extra}
-    return {**row, "lengths": 1, "ratio": ratio, "longest": longest}
+    ratio, longest = rng.choice([*RATIOS.values()]), logarithmic(rng, 4096, LONGEST)
+    return {
+        "kind": kind, "h": h, "b": max(8, n), "s_q": rng.randint(1, 3), "topk": WINDOW,
+        "extra_topk": extra_entries(ratio, longest), "lengths": 1, "ratio": ratio, "longest": longest,
+    }  # fmt: skip
 
 
 def prefill_row(rng: random.Random, kind: str, h: int, n: int) -> Row:
@@ -127,6 +128,12 @@ def prefill_row(rng: random.Random, kind: str, h: int, n: int) -> Row:
     topk = USUAL if rng.random() < 0.4 else 64 * rng.randint(2, 32)
     chosen = rng.choice(LISTS if large else ("random", "random", "lengths"))
     return {"kind": kind, "h": h, "d_qk": rng.choice((576, 512)), "s_q": n, "topk": topk, "lists": chosen}
+
+
+def row_of(rng: random.Random, kind: str, h: int, n: int) -> Row:
+    """A row of a kind, of so many heads and query tokens; `V4 served`: requests."""
+    make = prefill_row if "prefill" in kind else served_row if "served" in kind else decode_row
+    return make(rng, kind, h, n)
 
 
 def drawn(rng: random.Random) -> Iterator[Row]:
@@ -139,13 +146,10 @@ def drawn(rng: random.Random) -> Iterator[Row]:
                     continue
                 heads = rng.choice(OTHER_HEADS[h]) if rng.random() < 0.2 else h
                 n = tokens(kind, turn, starts.setdefault((kind, h), rng.random()))
-                if kind == "V4 served":
-                    yield served_row(rng, heads, n)
-                    continue
-                yield (prefill_row if "prefill" in kind else decode_row)(rng, kind, heads, n)
+                yield row_of(rng, kind, heads, n)
         kind = rng.choice(("V32", "V4", "bf16", "V32", "prefill"))
         n = tokens(kind, turn, starts.setdefault("portable", rng.random()))
-        row = (prefill_row if "prefill" in kind else decode_row)(rng, kind, rng.choice(HEADS), n)
+        row = row_of(rng, kind, rng.choice(HEADS), n)
         for name in ("portable", "portable_99kb"):
             yield {**row, "kernel": name}
 

@@ -112,8 +112,8 @@ def verdicts_of(groups: Sequence[Sequence[str]], run: Run, until: float) -> dict
         if not verdict.startswith(NOT_BEGUN):
             verdicts[name] = verdict
     for group, verdict in zip(groups, together, strict=True):
-        ended = not verdict.startswith((CLEAN, NOT_BEGUN, DID_NOT_END))
-        if ended and all(verdicts[name] == CLEAN for name in group):
+        failed = not verdict.startswith((CLEAN, NOT_BEGUN, DID_NOT_END))
+        if failed and all(verdicts[name] == CLEAN for name in group):
             verdicts |= dict.fromkeys(group, f"clean alone; {len(group)} cases together: {verdict}")
     return verdicts
 

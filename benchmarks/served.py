@@ -47,7 +47,7 @@ HEADS = (8, 16, 32, 64, 128)
 LARGEST = 264  # requests of a decode
 LONGEST = 131072  # tokens of a context
 WINDOW, C4A = 128, 512
-COARSE = 128  # tokens of a compressed row of V4's c128a layers
+RATIOS = {"swa": 0, "c4a": 4, "c128a": 128}  # tokens of a compressed row of V4's layers; 0: they have none
 DRAWN, DRAWN_PREFILL, DRAWN_FEW, DRAWN_SHORT = 8, 24, 12, 8
 TOKENS = 1 << 19  # rows of each cache of decode
 ROWS = 32768  # of each array of prefill
@@ -65,6 +65,13 @@ def logarithmic(rng: random.Random, least: int, most: int) -> int:
     return round(math.exp(rng.uniform(math.log(least), math.log(most))))
 
 
+def extra_entries(ratio: int, longest: int) -> int:
+    """Of the lists of compressed rows of `ratio` tokens, where no context has more than `longest` tokens."""
+    if ratio == RATIOS["c128a"]:
+        return -(-longest // (64 * ratio)) * 64
+    return C4A if ratio else 0
+
+
 def decodes(rng: random.Random, quick: bool) -> Iterator[dict[str, Any]]:
     """Rows of V4's layers, in the fields that the record gives them."""
     for layers, extra_blocks in (("swa", (0,)), ("c4a", (64, 256)), ("c128a", (2, 64))):
@@ -74,7 +81,7 @@ def decodes(rng: random.Random, quick: bool) -> Iterator[dict[str, Any]]:
                 batches.add(logarithmic(rng, 1, LARGEST))
             for b in sorted(batches):
                 longest = logarithmic(rng, 4096, LONGEST)
-                extra = {"swa": 0, "c4a": C4A, "c128a": -(-longest // (COARSE * 64)) * 64}[layers]
+                extra = extra_entries(RATIOS[layers], longest)
                 yield {
                     "kind": f"V4 {layers}", "h": h, "b": b, "s_q": rng.randint(1, 3), "topk": WINDOW,
                     "extra_topk": extra, "block": rng.choice((64, 256)), "extra_block": rng.choice(extra_blocks),
@@ -153,7 +160,7 @@ def input_sets(row: dict[str, Any]) -> list[Set]:
         row["h"], row["b"], row["s_q"], cache_of(row["block"], 0), row["topk"], slots=TOKENS, extra=extra,
         extra_topk=row["extra_topk"],
     )  # fmt: skip
-    ratio = 4 if row["kind"] == "V4 c4a" else COARSE
+    ratio = RATIOS[row["kind"].split()[1]]
     give_served_lengths(sets, contexts(row["b"], row["longest"]), ratio, row["extra_topk"])
     return sets
 

@@ -121,10 +121,10 @@ def select_rows_paged(
     blocks: None = None,
 ) -> None:
     """As `cupy_mla.select_rows_paged`, request by request."""
-    blocks, n = kv_cache.view(torch.uint8).flatten(1), q8.shape[1]
+    pages, n = kv_cache.view(torch.uint8).flatten(1), q8.shape[1]
     key_bytes = 128 * kv_cache.shape[1]
     for r, lens in enumerate(context_lens.view(len(q8), n)):
-        mine, t = blocks[block_table[r].long()], slice(r * n, (r + 1) * n)
+        mine, t = pages[block_table[r].long()], slice(r * n, (r + 1) * n)
         keys = mine[:, :key_bytes].reshape(-1, 128).view(torch.float8_e4m3fn)
         scales = mine[:, key_bytes:].contiguous().view(torch.float32).flatten()
         select_rows(q8[r], keys, scales, w[t], torch.zeros_like(lens), lens, k, out=out[t])

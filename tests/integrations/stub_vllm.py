@@ -12,6 +12,18 @@ from textwrap import dedent
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+FLASHMLA_LAYER = """
+    from vllm.models.{}.attention import DeepseekV4Attention
+
+    class DeepseekV4FlashMLAAttention(DeepseekV4Attention):
+        @classmethod
+        def get_padded_num_q_heads(cls, num_heads):
+            return 64 if num_heads <= 64 else 128
+
+        def forward_mqa(self, q, kv, positions, output):
+            output.zero_()
+    """
+
 SOURCES = {
     "__init__": "",
     "envs": "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = 1\n",
@@ -235,17 +247,7 @@ SOURCES = {
                 names = vllm_config.model_config.hf_config.ratios
                 self.layers = [DeepseekV4DecoderLayer(vllm_config, prefix + name) for name in names]
         """,
-    "models/deepseek_v4/nvidia/flashmla": """
-        from vllm.models.deepseek_v4.attention import DeepseekV4Attention
-
-        class DeepseekV4FlashMLAAttention(DeepseekV4Attention):
-            @classmethod
-            def get_padded_num_q_heads(cls, num_heads):
-                return 64 if num_heads <= 64 else 128
-
-            def forward_mqa(self, q, kv, positions, output):
-                output.zero_()
-        """,
+    "models/deepseek_v4/nvidia/flashmla": FLASHMLA_LAYER.format("deepseek_v4"),
     "models/deepseek_v4/attention": """
         import torch
 
@@ -314,17 +316,7 @@ SOURCES = {
                 names = range(len(text.compress_ratios))
                 self.layers = [DeepseekV4DecoderLayer(vllm_config, f"{prefix}{name}", **shared) for name in names]
         """,
-    "models/deepseek_v41/nvidia/flashmla": """
-        from vllm.models.deepseek_v41.attention import DeepseekV4Attention
-
-        class DeepseekV4FlashMLAAttention(DeepseekV4Attention):
-            @classmethod
-            def get_padded_num_q_heads(cls, num_heads):
-                return 64 if num_heads <= 64 else 128
-
-            def forward_mqa(self, q, kv, positions, output):
-                output.zero_()
-        """,
+    "models/deepseek_v41/nvidia/flashmla": FLASHMLA_LAYER.format("deepseek_v41"),
     "models/deepseek_v41/attention": """
         from types import SimpleNamespace
 

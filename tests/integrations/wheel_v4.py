@@ -85,6 +85,13 @@ def complete_rows(
             rows[t - decode_tokens, :most] = at.where(at < n, -1)
 
 
+def leave_out_parts(attention: Any) -> None:
+    """Replace, in vLLM's module of attention layers, what is no part of attention."""
+    for name in NO_PART_OF_ATTENTION:
+        assert name in vars(attention)
+        vars(attention)[name] = Part
+
+
 def drive(rng: np.random.Generator, made: Any) -> None:
     """Steps of layers of each kind.
 
@@ -104,9 +111,7 @@ def drive(rng: np.random.Generator, made: Any) -> None:
     vars(sparse)["triton"] = SimpleNamespace(next_power_of_2=lambda n: 1 << (n - 1).bit_length())
 
     attention = importlib.import_module("vllm.models.deepseek_v4.attention")
-    for name in NO_PART_OF_ATTENTION:
-        assert name in vars(attention)
-        vars(attention)[name] = Part
+    leave_out_parts(attention)
     flashmla = importlib.import_module("vllm.models.deepseek_v4.nvidia.flashmla")
     vars(flashmla)["compute_fp8_einsum_recipe"] = lambda: (0, 0)
     vars(torch.cuda)["Event"] = type("Event", (), {})

@@ -98,9 +98,7 @@ def drive(rng: np.random.Generator, made: Any) -> None:
     vars(swa)["_COMPUTE_PREFILL_METADATA_KERNEL"] = gather_lens
     vars(swa)["_COMPUTE_DSPARK_NONCAUSAL_SWA_INDICES_KERNEL"] = draft_windows
     vars(keys)["_PREPARE_UNIFORM_DECODE_KERNEL"] = uniform_decodes
-    for name in wheel_v4.NO_PART_OF_ATTENTION:
-        assert name in vars(attention)
-        vars(attention)[name] = wheel_v4.Part
+    wheel_v4.leave_out_parts(attention)
     vars(flashmla)["compute_fp8_einsum_recipe"] = lambda _: (0, 0)
     if "register_dsv41_o_proj_warmup" in vars(flashmla):
         vars(flashmla)["register_dsv41_o_proj_warmup"] = lambda _: None
