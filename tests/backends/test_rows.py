@@ -131,6 +131,7 @@ class Served:
             rows = oracle.named_rows(self.fmt, cache, self.slots(request[t], chosen))
             if t >= decode_tokens:
                 rows = rows.astype(BF16).astype(np.float64)
+            q[t, np.abs(oracle.attend(q[t], rows, SCALE, None)[2]) < 0.03] = 0  # as `cases.off_zero`
             want[t], _, want_lse[t] = oracle.attend(q[t], rows, SCALE, None)
             with_sinks.append(oracle.attend(q[t], rows, SCALE, self.sinks)[0])
         if short:
