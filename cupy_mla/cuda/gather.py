@@ -30,7 +30,7 @@ CONCAT_Q = Struct(
 )  # fmt: skip
 
 ROWS_PER_BLOCK = 32
-CTAS_PER_SM = 4  # of the gathers: so many run at a time
+CTAS_PER_SM = 32  # of the gathers, of which 4 run at a time: at most so many share the tokens
 
 
 @cache
@@ -118,5 +118,5 @@ def concat_mla_q(gpu: Gpu, ql_nope: Array, q_pe: Array, out: Array) -> Program:
 
 
 def _ctas(gpu: Gpu, rows: int) -> int:
-    """CTAs of a gather of so many rows: at most as many as run at a time."""
+    """CTAs of a gather of so many rows. CTAs that end and start use the memory better than fewer ones that loop."""
     return min(ceil_div(rows, ROWS_PER_BLOCK), CTAS_PER_SM * gpu.sms)

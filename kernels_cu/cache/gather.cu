@@ -1,6 +1,6 @@
 // Copies requests' tokens out of a paged FP8 cache, of a format of models like V3.2, into consecutive bf16 rows.
 //
-//   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
+//   grid         up to eight times as many CTAs as an SM holds; their warps share the tokens of all requests evenly
 //   one warp     4 tokens at a time
 //     find       lane l finds the request of token l % 4 by bisection, then its block by the block table
 //     load       V: of each row a lane loads twice 8 bytes of e4m3 (4 of e2m1) and their scales; neighbouring lanes

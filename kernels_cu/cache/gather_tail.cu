@@ -1,6 +1,6 @@
 // Copies the last tokens of each request out of a paged FP8 cache, of a format of models like V4, into bf16 rows.
 //
-//   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
+//   grid         up to eight times as many CTAs as an SM holds; their warps share the tokens of all requests evenly
 //   one warp     4 tokens at a time
 //     find       lane l finds the request of token l % 4 by bisection, then its block by the block table
 //     load       a row is 64 chunks of 8 values. Lane l loads chunk l, which is always quantized, and chunk 32 + l: in
