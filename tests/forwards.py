@@ -9,19 +9,21 @@ import numpy as np
 
 import cupy_mla
 
-from .cases import latent, queries
+from .cases import latent, queries, sinks
 from .kinds import BF16, NumPy
 
 BLOCK_SIZE = 16
 SCALE = 0.05
 
 
-def causal_lists(rng: np.random.Generator, lengths: tuple[int, ...], topk: int) -> np.ndarray:
-    """[T, topk] positions in a token's own sequence up to its own, in any order, -1 anywhere."""
-    lists = np.full((sum(lengths), topk), -1, np.int32)
-    places = np.concatenate([np.arange(n) for n in lengths])
-    for row, place in zip(lists, places, strict=True):
-        chosen = rng.permutation(place + 1)[: int(rng.integers(1, topk + 1))]
+def causal_lists(rng: np.random.Generator, places: np.ndarray, topk: int) -> np.ndarray:
+    """[T, topk] positions in a token's own sequence up to its own place in it, in any order, -1 anywhere. The last
+    list is as long as can be."""
+    lists = np.full((len(places), topk), -1, np.int32)
+    most = rng.integers(1, topk + 1, len(places))
+    most[-1] = topk
+    for row, place, count in zip(lists, places, most, strict=True):
+        chosen = rng.permutation(place + 1)[:count]
         row[rng.permutation(topk)[: len(chosen)]] = chosen
     return lists
 
@@ -34,11 +36,17 @@ def check_forwards_agree(
     topk: int,
     num_splits: int | None = 1,
     autograd: bool = True,
+    *,
+    d_qk: int = 576,
+    newest: int | None = None,
+    options: bool = False,
 ) -> None:
     """Over sequences of such lengths, packed in training, in blocks of a cache in serving.
 
     Args:
         autograd: training is looked at, too, where arrays are torch's; emulated calls cannot be custom operations.
+        newest: so many tokens of each sequence attend, the last ones; None: all.
+        options: with sinks, and lists that end at a length.
     """
     tokens, blocks = sum(lengths), [-(-n // BLOCK_SIZE) for n in lengths]
     sequence = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
@@ -50,30 +58,43 @@ def check_forwards_agree(
     place = np.arange(tokens) - first[sequence]
     slot_mapping = table[sequence, place // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + place % BLOCK_SIZE
 
-    q, kv = kind.put(queries(rng, tokens, 1, h_q, 576)), kind.put(latent(rng, tokens, 576).astype(BF16))
-    cache = kind.put(np.full((sum(blocks) + 3, BLOCK_SIZE, 576), np.nan, BF16))
-    cupy_mla.concat_and_cache_mla(kv[:, :512], kv[:, 512:], cache, kind.put(slot_mapping))
-    chosen = [kind.put(x) for x in (sequence, table, causal_lists(rng, lengths, topk))]
+    attend = place >= np.array(lengths)[sequence] - (newest or tokens)
+    count = int(attend.sum())
+    q, kv = kind.put(queries(rng, count, 1, h_q, d_qk)), kind.put(latent(rng, tokens, d_qk).astype(BF16))
+    held = np.full((sum(blocks) + 3, BLOCK_SIZE, d_qk), np.nan, BF16)
+    if d_qk == 512:
+        held.reshape(-1, d_qk)[slot_mapping] = kind.take(kv)
+    cache = kind.put(held)
+    if d_qk == 576:
+        cupy_mla.concat_and_cache_mla(kv[:, :512], kv[:, 512:], cache, kind.put(slot_mapping))
+    chosen = [kind.put(x) for x in (sequence[attend], table, causal_lists(rng, place[attend], topk))]
     slots = cupy_mla.convert_req_index_to_global_index(*chosen, BLOCK_SIZE)
     rows = cupy_mla.convert_req_index_to_global_index(*chosen, BLOCK_SIZE, chosen[0], kind.put(first))
     check_rows_of_slots(kind.take(rows), kind.take(slots), slot_mapping)
 
+    sink = kind.put(sinks(rng, h_q)) if options else None
+    length = kind.put(np.append(rng.integers(0, topk, count - 1), topk).astype(np.int32)) if options else None
+
+    def settings(part: slice) -> dict[str, Any]:
+        return {"attn_sink": sink, "topk_length": None if length is None else length[part]}
+
     def decode(part: slice) -> list[bytes]:
         out, lse = cupy_mla.sparse_decode(
-            q[part], cache, slots[part, None], SCALE, num_splits=num_splits, batch_invariant=True
+            q[part], cache, slots[part, None], SCALE, num_splits=num_splits, batch_invariant=True,
+            **settings(part),
         )  # fmt: skip
         return bits(kind, out[:, 0], lse[:, :, 0])
 
     def prefill(part: slice) -> list[bytes]:
-        out, _, lse = cupy_mla.sparse_prefill(q[part, 0], kv[:, None], rows[part, None], SCALE)
+        out, _, lse = cupy_mla.sparse_prefill(q[part, 0], kv[:, None], rows[part, None], SCALE, **settings(part))
         return bits(kind, out, lse)
 
-    every, late = slice(None), slice(tokens - 3, tokens)
+    every, late = slice(None), slice(count - 3, count)
     assert decode(every) == prefill(every)
     assert decode(late) == prefill(late)
     assert all(alone in whole for alone, whole in zip(decode(late), decode(every), strict=True))
     if autograd and kind.name.startswith("torch"):
-        check_training(q[:, 0], kv[:, None], rows[:, None], prefill(every), kind)
+        check_training(q[:, 0], kv[:, None], rows[:, None], prefill(every), kind, **settings(every))
 
 
 def check_rows_of_slots(rows: np.ndarray, slots: np.ndarray, slot_mapping: np.ndarray) -> None:
@@ -83,7 +104,7 @@ def check_rows_of_slots(rows: np.ndarray, slots: np.ndarray, slot_mapping: np.nd
     assert np.array_equal(np.where(slots >= 0, row_of_slot[slots], -1), rows)
 
 
-def check_training(q: Any, kv: Any, rows: Any, want: list[bytes], kind: NumPy) -> None:
+def check_training(q: Any, kv: Any, rows: Any, want: list[bytes], kind: NumPy, **more: Any) -> None:
     """The forward that keeps what a backward needs has the same bits, also compiled and checkpointed, and gradients of
     the replayed lists."""
     torch, checkpoint = (importlib.import_module(name) for name in ("torch", "torch.utils.checkpoint"))
@@ -91,7 +112,7 @@ def check_training(q: Any, kv: Any, rows: Any, want: list[bytes], kind: NumPy) -
     found: list[list[bytes]] = []
 
     def forward(q: Any, kv: Any) -> tuple[Any, Any]:
-        out, _, lse = cupy_mla.sparse_prefill(q, kv, rows, SCALE)
+        out, _, lse = cupy_mla.sparse_prefill(q, kv, rows, SCALE, **more)
         return out, lse
 
     def noted(q: Any, kv: Any) -> tuple[Any, Any]:
