@@ -13,10 +13,12 @@ from .again import again
 
 
 @pytest.mark.long(sample=2)
-@pytest.mark.parametrize(("d_qk", "h_q", "topk"), [(576, 64, 200), (512, 128, 130), (576, 40, 30), (512, 33, 64)])
+@pytest.mark.parametrize(
+    ("d_qk", "h_q", "topk"), [(576, 64, 200), (512, 128, 130), (576, 40, 30), (512, 33, 64), (576, 17, 2048)]
+)
 def test_shapes(kind, rng, d_qk, h_q, topk):
     """Lists that end within a tile, and with one."""
-    a = inputs(rng, 3, h_q, d_qk, 90, topk)
+    a = inputs(rng, 3, h_q, d_qk, max(90, topk), topk)
     whole = a.indices.copy()
     whole[0] = rng.choice(a.entries(0), topk)
     check(kind, a._replace(indices=whole))

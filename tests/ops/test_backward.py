@@ -111,6 +111,12 @@ def test_sizes(kind, rng, d_qk, s_q, h_q, topk, s_kv):
     check(kind, inputs(rng, s_q, h_q, d_qk, s_kv, topk))
 
 
+@pytest.mark.parametrize("h_q", [5, 20])
+def test_lists_as_long_as_a_models(kind, rng, h_q):
+    """By either kernel of a Hopper GPU."""
+    check(kind, inputs(rng, 2, h_q, 576, 3000, 2048))
+
+
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
 @pytest.mark.parametrize(("d_qk", "h_q", "gaps"), [(576, 20, (1, 2, 8)), (512, 70, (0, 1, 3)), (576, 64, None)])
 def test_everything(kind, rng, d_qk, h_q, gaps, dtype):

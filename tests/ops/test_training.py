@@ -100,8 +100,9 @@ def test_check_of_dw(rng, heads, relu, fault):
 
 @pytest.mark.parametrize(
     ("tokens", "heads", "topk", "keys"),
-    [(1, 1, 1, 1), (40, 1, 300, 100), (3, 8, 63, 40), (2, 40, 100, 300), (3, 64, 130, 77), (2, 128, 300, 500)],
-)
+    [(1, 1, 1, 1), (40, 1, 300, 100), (3, 8, 63, 40), (2, 40, 100, 300), (3, 64, 130, 77), (2, 128, 300, 500),
+     (2, 20, 2048, 3000)],
+)  # fmt: skip
 def test_sizes(kind, rng, tokens, heads, topk, keys):
     check(kind, inputs(rng, tokens, heads, keys, topk))
 
@@ -280,6 +281,10 @@ def test_target(kind, rng, h_q, d_qk, gap):
         assert values[i].sum() == pytest.approx(h_q, rel=1e-4)
     length = np.array([0, 270, 33, 500], np.int32)
     check_target(kind, a._replace(length=length, sink=sinks(rng, h_q)), gap)
+
+
+def test_target_of_long_lists(kind, rng):
+    check_target(kind, backward.inputs(rng, 2, 5, 576, 3000, 2048))
 
 
 # --- over ranges of rows ---------------------------------------------------------------------------------------
