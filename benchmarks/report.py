@@ -96,6 +96,10 @@ TRAINING_ACCURACY = (
     "four times as large. The reference has a softmax of its own. dq and dkv are bfloat16; one column has our dkv in\n"
     "float32."
 )
+WARM_UP = (
+    "Seconds of `cupy_mla.warmup` for all kinds of a model's layers on one GPU, as the vLLM plug-in calls it: with an\n"
+    "empty disk cache, and in another process with the cache that is then there. Imports are not counted."
+)
 LONG_LIST = 4096  # entries of an index list, from which on its plots stand in a line of their own
 
 
@@ -221,7 +225,21 @@ def performance() -> str:
         new = {"torch tensors": "torch_new_us", "CuPy arrays": "cupy_new_us", "FlashMLA's function": "peer_new_us"}
         parts += ["## Host time", HOST, host_table("call of known sizes", known)]
         parts.append(host_table("call of sizes never seen", new))
+    parts += ["## Warm-up", WARM_UP, warm_up()]
     return "\n\n".join(parts)
+
+
+def warm_up() -> str:
+    """Seconds until an engine's kernels are ready, on each GPU."""
+    rows = [
+        [row["case"], card(record), commit(record, [row]), str(row["kernels"]), str(row["cores"])]
+        + [field(row, key, ".1f") for key in ("cold_s", "warm_s")]
+        for folder in folders()
+        for record in [load("warm_up", folder)]
+        for row in record["rows"]
+    ]
+    head = "model | card | commit | kernels | cores | empty cache, s | full cache, s"
+    return table(head, rows) if rows else NOT_MEASURED
 
 
 def training() -> list[dict[str, str]]:

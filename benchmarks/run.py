@@ -4,8 +4,8 @@ python benchmarks/run.py [PROGRAM ...] [--gpus 0,1] [--seconds S] [--limit S] [-
 
 A PROGRAM is the name of one, or a name and arguments in quotes: "training --long". Without any, all of PROGRAMS run,
 after `load_kernels`, which compiles and loads all kernels, a part on each GPU. Programs with the longest limit begin
-first; those that need several GPUs run by themselves, with all, when the others have ended. A line a program says its
-name, GPU, exit status, seconds and last line of output; the rest of its output is in the log folder.
+first; those that need several GPUs, or all CPU cores, run by themselves, with all, when the others have ended. A line
+a program says its name, GPU, exit status, seconds and last line of output; the rest of its output is in the log folder.
 
 FlashMLA is taken from the folder CUPY_MLA_PEER (default .peer), or from an installed flash_mla, vllm or sgl_kernel;
 each result is compared with its. DeepGEMM and vLLM's top-k are taken from CUPY_MLA_INDEXER_PEERS (see `indexer.py`).
@@ -40,7 +40,7 @@ PROGRAMS = {
     "layer": 150, "thresholds": 150, "served": 120, "formats": 120, "sparse_decode": 120, "sparse_prefill": 120,
     "indexer_v41": 120, "dense_decode": 120, "small_prefill": 120, "dense_fp8": 120, "dense_bandwidth": 120,
     "short_contexts": 120, "batch_invariant": 120, "accuracy": 120,
-    "training_accuracy": 120, "context_parallel": 180,
+    "training_accuracy": 120, "context_parallel": 180, "warm_up": 360,
 }  # fmt: skip
 LIMIT = 600.0  # of all others
 LOAD = "load_kernels"
@@ -62,8 +62,9 @@ class Program(NamedTuple):
     limit: float
 
     @property
-    def on_several_gpus(self) -> bool:
-        return self.command[0] == "context_parallel" or any(a.startswith("--tensor-parallel") for a in self.command)
+    def runs_alone(self) -> bool:
+        alone = self.command[0] in ("context_parallel", "warm_up")
+        return alone or any(a.startswith("--tensor-parallel") for a in self.command)
 
 
 class Running(NamedTuple):
@@ -193,8 +194,8 @@ def main() -> int:
     print(f"{len(loads + programs)} programs on GPUs {','.join(gpus)}; logs: {log}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM"))
     loaded = run(loads, gpus, log, deadline)
-    ends = run([program for program in programs if not program.on_several_gpus], gpus, log, deadline)
-    ends += run([program for program in programs if program.on_several_gpus], [",".join(gpus)], log, deadline)
+    ends = run([program for program in programs if not program.runs_alone], gpus, log, deadline)
+    ends += run([program for program in programs if program.runs_alone], [",".join(gpus)], log, deadline)
     print(", ".join(f"{number} {end}" for end, number in Counter(loaded + ends).items()), flush=True)
     failed = not {*loaded, *ends} <= {DONE, LEFT_OUT}
     whole = any(len(program.command) == 1 for program in programs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import multiprocessing
@@ -20,12 +21,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import all_kernels
+from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.ops.table import TABLE
 from cupy_mla.reference import attention, dense, logits, topk
+from cupy_mla.selfcheck import warmup
 
 from . import oracle_backward
+from .fake_gpu import FakeGPU
 from .kinds import make
+from .selfcheck.test_warmup import Layer
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -498,6 +504,62 @@ def test_layer_beside_the_peers_chain(harness, module, monkeypatch, tmp_path, wr
     assert (row["ratio"], row["launches"], row["peer_launches"], row["layers"]) == (1.5, 7, 9, 2)
     assert row["peer"] == "chain (0.0), ours"
     assert (row["chosen_equal"] < 0.9) if wrong else (row["chosen_equal"] == 1 and row["max_abs_err"] < 0.05)
+
+
+def test_layers_that_are_warmed_up(harness, module, monkeypatch):
+    """All kinds of each model's layers. A time is of the calls that load their kernels, on a GPU that is none."""
+    program, gpu = module("warm_up"), FakeGPU(monkeypatch)
+    kinds = {case: [config.cache_layout for config in configs] for case, configs in program.CONFIGS.items()}
+    layouts = {"V3.2, FP8 cache": ["v32_fp8"], "V3.2, bf16 cache": ["bf16"], "V3, bf16 cache": ["bf16"]}
+    assert kinds == {**layouts, "V4": ["v4_fp8"] * 3, "V4.1": ["v4_fp8"] * 3}
+    assert program.QUICK in kinds
+    used = []
+    on_device = SimpleNamespace(use=lambda: used.append("use"), synchronize=lambda: used.append("context"))
+    monkeypatch.setattr(program, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda device: on_device)))
+    small = [dataclasses.replace(config, max_num_seqs=2, max_num_batched_tokens=4) for config in program.CONFIGS["V4"]]
+    monkeypatch.setitem(program.CONFIGS, "V4", small)
+    monkeypatch.setattr(warmup, "require_cupy", lambda why: Layer(gpu, small[0]).cupy)
+    monkeypatch.setattr(Kernel, "loaded", lambda kernel, device: id(kernel) in gpu.kernels)
+    found = program.timed("V4")
+    assert used == ["use", "context"]
+    for config in small:
+        warmup.warmup(config)
+    assert found["kernels"] == len(gpu.kernels)
+    assert found["seconds"] > 0
+    forget_calls()
+
+
+@pytest.mark.parametrize("wrong", ["", "compiles again", "other kernels", "no cache"])
+def test_warm_up_with_and_without_a_disk_cache(harness, module, monkeypatch, tmp_path, wrong):
+    """The first process of a row finds an empty folder, the second one what the first has left."""
+    program, found = module("warm_up"), []
+
+    def run(command, env, **more):
+        assert command[:3] == [sys.executable, program.__file__, "--process"]
+        folder = Path(env["CUPY_CACHE_DIR"])
+        there = {path.name for path in folder.iterdir()}
+        found.append((command[3], len(there)))
+        for name in {"a", "b"} if wrong != "no cache" else ():
+            (folder / name).touch()
+        if wrong == "compiles again" and there:
+            (folder / "c").touch()
+        kernels = 1 if wrong == "other kernels" and there else 2
+        answer = {"kernels": kernels, "seconds": 1.5 if there else 9.25}
+        return SimpleNamespace(stdout=f"a line\n{json.dumps(answer)}\n")
+
+    monkeypatch.setattr(program, "subprocess", SimpleNamespace(run=run, PIPE=None))
+    monkeypatch.setattr(harness, "environment", lambda: {"gpu": "none", "commit": "abc"})
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["warm_up.py", *(["--quick"] if wrong else [])])
+    with pytest.raises(SystemExit, match="2 kernels, ") if wrong else contextlib.nullcontext():
+        program.main()
+    if not wrong:
+        record = json.loads((tmp_path / "warm_up.json").read_text())
+        times = {"kernels": 2, "cold_s": 9.25, "warm_s": 1.5, "cores": len(os.sched_getaffinity(0))}
+        assert record["commit"] == "abc"
+        assert record["rows"] == [{"case": case, **times} for case in program.CONFIGS]
+    cases = [program.QUICK] if wrong else [*program.CONFIGS]
+    assert found == [(case, n) for case in cases for n in (0, 0 if wrong == "no cache" else 2)]
 
 
 def test_floor_of_dense_decode(module):
@@ -1009,6 +1071,17 @@ def test_accuracy_and_host_time_name_card_and_commit(module, monkeypatch, tmp_pa
         assert f"| normal | {name} | 0123456 | 1.0e-01 | 2.0e-01 | 3.0e-01 | 4.0e-01 |" in text
     assert "| decode b 1 | H200 | 0123456 | 1.0 | 2.0 | 3.0 | 4.0 |" in text
     assert "| decode b 1 to 9 | H200 | 0123456 | 5.0 | 6.0 |  |" in text
+
+
+def test_warm_up_has_a_row_for_each_model_and_card(module, monkeypatch, tmp_path):
+    report = module("report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert f"## Warm-up\n\n{report.WARM_UP}\n\n{report.NOT_MEASURED}" in report.performance()
+    row = {"case": "V9", "kernels": 77, "cold_s": 18.06, "warm_s": 1.12, "cores": 16}
+    write_record(tmp_path, "warm_up", "NVIDIA H200", row)
+    write_record(tmp_path / "h100", "warm_up", "NVIDIA H100 80GB HBM3", {**row, "cold_s": 20.0})
+    assert "| V9 | H200 | 0123456 | 77 | 16 | 18.1 | 1.1 |" in report.performance()
+    assert "| V9 | H100 | 0123456 | 77 | 16 | 20.0 | 1.1 |" in report.performance()
 
 
 def test_absolute_figures(module, monkeypatch, tmp_path):
