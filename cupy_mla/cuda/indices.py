@@ -56,13 +56,18 @@ def kernels() -> Iterator[Kernel]:
     yield SLOTS_KERNEL
 
 
+def tokens_of_block(gpu: Gpu, tokens: int) -> int:
+    """The tokens of a CTA where so many are converted."""
+    return min(ceil_div(tokens, BLOCKS_PER_SM * gpu.sms), MAX_TOKENS_PER_BLOCK)
+
+
 def convert_req_index_to_global_index(gpu: Gpu, a: Conversion) -> Program:
     """Twin of `reference.indices.convert_req_index_to_global_index`."""
     table, positions, starts, out = a.block_table, a.token_indices, a.prefill_workspace_starts, a.out
     tokens, k = positions.shape
     if tokens == 0:
         return ()
-    tokens_per_block = min(ceil_div(tokens, BLOCKS_PER_SM * gpu.sms), MAX_TOKENS_PER_BLOCK)
+    tokens_per_block = tokens_of_block(gpu, tokens)
     width = table.shape[1]
     staged = next((s for s in STAGES if width <= s), 0) if tokens_per_block >= STAGE_FROM_TOKENS else 0
     aligned = k % 4 == 0 and positions.aligned(16) and out.aligned(16)

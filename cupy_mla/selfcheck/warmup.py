@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from types import ModuleType
 from typing import Any, cast
 
@@ -14,9 +15,11 @@ from ..bridges import Place, require_cupy
 from ..calls.operation import listing
 from ..checks.options import require_instance, require_integer
 from ..config import DenseMLAConfig, SparseMLAConfig
-from ..cuda import all_kernels, driver, logits, logits_sm90, topk
+from ..cuda import all_kernels, driver, indices, logits, logits_sm90, topk
+from ..cuda.attention.choose import choosing_all
 from ..cuda.attention.kernels import (
     bf16_cluster_sm90,
+    combine,
     dense_cluster_sm90,
     dense_combine,
     dense_fp8_sm90,
@@ -29,7 +32,7 @@ from ..cuda.kernel import Kernel
 from ..cuda.paging import ceil_div
 from ..dtypes import BFLOAT16
 from ..layouts import INDEXER_FP8, Layout
-from ..metadata.compressed import compressed_list_width
+from ..metadata.compressed import WIDTH_ALIGN, compressed_list_width
 from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.cache import empty_cache
 from ..ops.dense import dense_decode
@@ -39,9 +42,9 @@ from ..ops.table import TABLE
 from ..typing import DenseLayout, PagedLayout
 
 SM_SCALE = 1.0  # no kernel depends on it
-MOST_QUERIES = 2048  # more query tokens have the same kernel as so many
-EVERY_NUMBER = 300  # up to so many query tokens every number is tried, above only powers of two
+MOST_QUERIES = 2048  # more query tokens have no other candidates than so many
 MOST_THREADS = 16  # that compile at a time
+MANY_ROWS = 1 << 20  # of a cache that is larger than L2: prefills over it may sort lists
 SELECTING = (logits.PORTABLE, logits.SM90, "topk")  # kernels of the indexer's selection
 DENSE = dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_fp8_sm90
 
@@ -107,11 +110,12 @@ def kernels_of(config: SparseMLAConfig | DenseMLAConfig, device: int) -> Iterato
     Example calls find them, but no call is made:
 
     - one call of each operation for such layers;
-    - of attention, which chooses a kernel by sizes, calls with all small numbers of query tokens and powers of two up
-      to the config's maxima, with and without lengths of lists, and dense decodes.
+    - of attention, which chooses a kernel by sizes, calls with powers of two of query tokens up to the config's maxima,
+      with and without lengths of lists, and dense decodes. Every kernel that is a candidate for one of them is needed:
+      between these sizes the fastest changes often.
 
-    Layers with an indexer get every kernel that their steps may run. Layers of a `DenseMLAConfig` need only those of
-    `dense_decode`.
+    Layers with an indexer get every kernel with which their steps may choose, and layers with large batches those that
+    convert the lists of many tokens. Layers of a `DenseMLAConfig` need only those of `dense_decode`.
 
     The first kernels are those that tell how many clusters fit the GPU. The choice of others loads them.
     """
@@ -120,12 +124,13 @@ def kernels_of(config: SparseMLAConfig | DenseMLAConfig, device: int) -> Iterato
     yield from (kernel for kernel in _cluster_kernels(config) if kernel.suits(gpu.capability))
     with cupy.cuda.Device(device), cupy.cuda.using_allocator(memory.malloc):
         for call in _calls(cupy, config):
-            with listing() as found:
+            with listing() as found, choosing_all():
                 call()
             yield from (kernel for kernel in found if _in_steps(config, kernel))
         yield from dense_kernels(gpu, config.layout)
         if isinstance(config, SparseMLAConfig):
             yield from indexer_kernels(gpu, config)
+            yield from conversion_kernels(gpu, config)
 
 
 def _cluster_kernels(config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Kernel]:
@@ -150,8 +155,12 @@ def _calls(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterat
 
 def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
     """The kernels with which an indexer selects keys, gathered or in the paged cache, for any sizes and heads. None for
-    layers without an indexer, or that always choose all keys."""
-    if not config.has_topk or config.max_index_keys <= config.index_topk:
+    layers without an indexer.
+
+    Layers whose sequences are never longer than what they choose need them, too: keys of several requests are gathered
+    side by side.
+    """
+    if not config.has_topk:
         return []
     modules = {logits.PORTABLE: logits, logits.SM90: logits_sm90}
     blocks_aligned = config.keys_per_block * INDEXER_FP8.token_bytes % 16 == 0
@@ -165,6 +174,14 @@ def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
     return [kernel for kernel in found if kernel.suits(gpu.capability) and _in_steps(config, kernel)]
 
 
+def conversion_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
+    """The kernels that convert index lists of the largest batches. The example calls have those of small ones."""
+    tokens = max(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.num_speculative_tokens))
+    staged = indices.tokens_of_block(gpu, tokens) >= indices.STAGE_FROM_TOKENS
+    kernels = [indices.convert_kernel(stage, front) for stage in indices.STAGES for front in (False, True)]
+    return kernels if staged else []
+
+
 def _in_steps(config: SparseMLAConfig | DenseMLAConfig, kernel: Kernel) -> bool:
     """Whether steps of a config's layers may run a kernel. Of the kernels that select keys, only V4.1's layers run
     those for MXFP4 keys and candidates, and no layers those for bfloat16 logits."""
@@ -175,12 +192,13 @@ def _in_steps(config: SparseMLAConfig | DenseMLAConfig, kernel: Kernel) -> bool:
 
 
 def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
-    """The kernels of dense decode for Hopper. Requests and block table decide which of them serves a call."""
+    """The kernels of dense decode for Hopper. Requests and block table decide which of them serves a call. Where none
+    does, the merge of the portable kernel's splits: a call has it or not."""
     constants = layout.defines().items()
     of_rows = [kernel for module in DENSE for kernel in module.kernels() if constants <= kernel.defines.items()]
     ours = {"FP8_PARTIALS": int(layout.quantized), "HALF_ITEMS": int(layout.half)}.items()
     merges = [kernel for kernel in dense_combine.kernels() if ours <= kernel.defines.items()]
-    return [kernel for kernel in (*of_rows, *merges) if kernel.suits(gpu.capability)]
+    return [kernel for kernel in (*of_rows, *merges) if kernel.suits(gpu.capability)] or [combine.kernel(layout.half)]
 
 
 def _attention(cupy: ModuleType, config: SparseMLAConfig) -> Iterator[Callable[[], Any]]:
@@ -190,36 +208,47 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> Iterator[Callable[[
     place = Place.of(cupy.zeros(0, np.float32))
     cache = empty_cache(layout, 1, config.block_size, place)
     sink = cupy.zeros(heads, np.float32) if config.is_v4 else None
-    compressed = compressed_list_width(config)
-    windows = window_width(config.window, config.max_image_tokens)
     decode_tokens = config.max_num_seqs * (1 + config.num_speculative_tokens)
     decodes = query_tokens(config.max_num_batched_tokens if config.use_mixed_batch else decode_tokens)
     prefills = query_tokens(config.max_num_batched_tokens)
-    # Arrays for the most tokens. Calls with fewer get views, which take less time to make.
-    most = max(*decodes, *prefills)
+    # Arrays for the most tokens and the widest lists. Calls with fewer get views, which take less time to make.
+    most, compressed = max(*decodes, *prefills), compressed_widths(config)
+    images = sorted({0, config.max_image_tokens})
+    windows = [window_width(config.window, seen) for seen in images] if config.is_v4 else [config.topk_width]
     qs, all_lengths = _zeros(cupy, most, 1, heads, d_qk), cupy.zeros(most, np.int32)
-    lists = _nothing(cupy, most, 1, windows if config.is_v4 else config.topk_width)
+    lists = _nothing(cupy, most, 1, max(*windows, *compressed))
     extra: dict[str, Any] = {}
     if config.has_compressed_rows:
         extra = {
             "extra_k_cache": empty_cache(of_compressed, 1, config.rows_per_block, place),
             "extra_layout": cast(PagedLayout, of_compressed.name),
         }
-        extra_lists = _nothing(cupy, most, 1, compressed)
-    for b in decodes:
+    for b, window in product(decodes, windows):
         for length in _lengths(config, all_lengths[:b]):
             more: dict[str, Any] = {"attn_sink": sink, "topk_length": length, "layout": layout.name}
-            yield partial(sparse_decode, qs[:b], cache, lists[:b], SM_SCALE, **more)
-            if extra:
-                more |= {"extra_topk_length": length, "extra_indices": extra_lists[:b], **extra}
-                yield partial(sparse_decode, qs[:b], cache, lists[:b], SM_SCALE, **more)
-    width = combined_width(compressed, config.window, config.max_image_tokens) if config.is_v4 else config.topk_width
-    qs, lists, rows = _zeros(cupy, most, heads, d_qk), _nothing(cupy, most, 1, width), _zeros(cupy, 1, 1, d_qk)
-    for tokens in prefills:
+            yield partial(sparse_decode, qs[:b], cache, lists[:b, :, :window], SM_SCALE, **more)
+            for width in compressed if extra else ():
+                more |= {"extra_topk_length": length, "extra_indices": lists[:b, :, :width], **extra}
+                yield partial(sparse_decode, qs[:b], cache, lists[:b, :, :window], SM_SCALE, **more)
+    if config.is_v4:
+        windows = [combined_width(rows, config.window, seen) for rows, seen in product(compressed, images)]
+    qs, flat = _zeros(cupy, most, heads, d_qk), _zeros(cupy, MANY_ROWS, 1, d_qk)
+    lists = _nothing(cupy, most, 1, max(windows))
+    for tokens, width in product(prefills, windows):
         for length in _lengths(config, all_lengths[:tokens]):
             yield partial(
-                sparse_prefill, qs[:tokens], rows, lists[:tokens], SM_SCALE, attn_sink=sink, topk_length=length
+                sparse_prefill, qs[:tokens], flat, lists[:tokens, :, :width], SM_SCALE, attn_sink=sink,
+                topk_length=length,
             )  # fmt: skip
+
+
+def compressed_widths(config: SparseMLAConfig) -> list[int]:
+    """Widths of the lists of compressed rows that layers may have beside their windows; [0]: they have none. Engines
+    may have narrower lists for batches of shorter sequences where no indexer chooses."""
+    widest = compressed_list_width(config)
+    if config.has_topk or not widest:
+        return [widest]
+    return sorted({*(WIDTH_ALIGN << n for n in range((widest // WIDTH_ALIGN).bit_length())), widest})
 
 
 def _lengths(config: SparseMLAConfig, lengths: Any) -> list[Any]:
@@ -245,10 +274,9 @@ def _dense(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterat
 
 
 def query_tokens(most: int) -> list[int]:
-    """Numbers of query tokens up to `most` that may have different kernels."""
+    """Numbers of query tokens up to `most` that have all candidates of numbers between them."""
     most = min(most, MOST_QUERIES)
-    powers = (1 << n for n in range((most - 1).bit_length()))
-    return sorted({*range(1, min(most, EVERY_NUMBER) + 1), *powers, most})
+    return sorted({*(1 << n for n in range((most - 1).bit_length())), most})
 
 
 def _zeros(cupy: ModuleType, *shape: int, dtype: np.dtype = BFLOAT16) -> Any:

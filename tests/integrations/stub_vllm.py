@@ -266,7 +266,8 @@ SOURCES = {
                 self.prefix, self.compress_ratio = prefix, text.ratios[prefix]
                 self.padded_heads = self.get_padded_num_q_heads(model.get_num_attention_heads(None))
                 self.attn_sink = torch.full((self.padded_heads,), -torch.inf)
-                self.max_image_tokens, self.scale, self.window_size = 0, 512**-0.5, text.sliding_window
+                self.max_image_tokens = getattr(text, "vision_max_n_token", 0)
+                self.scale, self.window_size = 512**-0.5, text.sliding_window
                 self.max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
                 self.kv_cache = self.topk_indices_buffer = None
                 self.swa_cache_layer = DeepseekV4SWACache(prefix + ".swa_cache")

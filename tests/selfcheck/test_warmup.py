@@ -7,7 +7,7 @@ import pytest
 
 import cupy_mla
 from cupy_mla import BatchMetadata, DenseMLAConfig, SparseMLAConfig, SparseMLAMetadataBuilder, __main__
-from cupy_mla.calls.operation import forget_calls
+from cupy_mla.calls.operation import forget_calls, listing
 from cupy_mla.cuda import all_kernels, driver
 from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.kernel import Kernel
@@ -205,7 +205,8 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_step_needs_another_kernel(gpu, monkeypatch, rng, name, heads):
     """Whatever its size, on an H200: what steps would load is what warming up did."""
-    layer = Layer(gpu, SparseMLAConfig(heads, max_num_seqs=256, **CONFIGS[name]))
+    sizes = {"max_num_batched_tokens": 16384, "max_model_len": int(rng.choice([1500, 163840, 10**6]))}
+    layer = Layer(gpu, SparseMLAConfig(heads, max_num_seqs=256, **sizes, **CONFIGS[name]))
     monkeypatch.setattr(warmup_module, "require_cupy", lambda why: layer.cupy)
     warmup(layer.config)
     ready = set(gpu.kernels.values())
@@ -215,9 +216,34 @@ def test_no_step_needs_another_kernel(gpu, monkeypatch, rng, name, heads):
         layer.prefill(tokens)
         layer.rows(tokens)
         layer.dense(int(rng.integers(1, 257)), int(rng.integers(1, 3000)))
-        layer.choose(tokens, int(rng.integers(layer.config.topk + 1, 100_000)))
+        layer.choose(tokens, int(rng.integers(1, 100_000)))
+        layer.convert(tokens)
     layer.prefill(int(rng.integers(most, 2049)))
+    layer.convert(int(rng.integers(most, 16385)))
+    layer.convert(16384)
     assert set(gpu.kernels.values()) == ready <= set(all_kernels())
+
+
+@pytest.mark.long(sample=3)
+@pytest.mark.parametrize("sms", [132, 78])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_number_of_tokens(monkeypatch, rng, name, sms):
+    """Attention of each number up to a batch of 8192, on Hopper GPUs of two sizes; nothing is called."""
+    forget_calls()
+    gpu = FakeGPU(monkeypatch, sms=sms)
+    heads = int(rng.choice([8, 16, 24, 32, 64, 128]))
+    layer = Layer(gpu, SparseMLAConfig(heads, **{**CONFIGS[name], "mixed_below_heads": 129}))
+    monkeypatch.setattr(warmup_module, "require_cupy", lambda why: layer.cupy)
+    ready = set(warmup_module.kernels_of(layer.config, 0))
+    numbers = {*range(1, 300), *range(300, 8193, 23), 8192}
+    monkeypatch.setattr(warmup_module, "query_tokens", lambda most: sorted(n for n in numbers if n <= most))
+    late = {}
+    for call in warmup_module._attention(layer.cupy, layer.config):
+        with listing() as found:
+            call()
+        late |= {kernel: call.args[0].shape for kernel in found if kernel not in ready}
+    forget_calls()
+    assert late == {}
 
 
 @pytest.mark.parametrize("name", ["v32", "C2A"])
@@ -315,7 +341,7 @@ class Layer:
         q = self._zeros(BF16, tokens, config.num_heads, config.layout.d_qk)
         width = combined_width(self._chosen, config.window, config.max_image_tokens)
         width = width if config.is_v4 else config.topk_width
-        rows = self._put(np.zeros((5000, 1, config.layout.d_qk), BF16))
+        rows = self._zeros(BF16, 5000 if tokens % 2 else 1 << 17, 1, config.layout.d_qk)
         for more in self._more(tokens):
             cupy_mla.sparse_prefill(q, rows, self._zeros(np.int32, tokens, 1, width), 0.1, **more)
 
@@ -334,6 +360,16 @@ class Layer:
                 cupy_mla.dequantize_and_gather_k_cache(
                     out, cache, lens, gather_lens, table, config.rows_per_block, 0, layout=layout.name
                 )
+
+    def convert(self, tokens):
+        """Lists of positions to slots, and lists of as many tokens with their requests' tables."""
+        blocks = -(-self.config.max_model_len // self.config.block_size)
+        requests, table = self._put(np.zeros(tokens, np.int32)), self._zeros(np.int32, 3, blocks)
+        lists = self._zeros(np.int32, tokens, self.config.topk)
+        for counted in (False, True):
+            cupy_mla.convert_req_index_to_global_index(requests, table, lists, 64, return_valid_counts=counted)
+        valid = self._put(np.ones(tokens, bool))
+        cupy_mla.compute_global_topk_indices_and_lens(lists, requests, table, 64, valid)
 
     def dense(self, requests, width, tokens=0):
         """Over all rows of so many requests, which have at most so many blocks, and so many query tokens."""

@@ -87,5 +87,8 @@ def decode_splits(problem: Problem) -> int:
 
 
 def _program(problem: Problem, call: Call) -> Program:
-    chosen = choose.choose(problem)
-    return choose.KERNELS[chosen.kernel].launches(problem, chosen.division, call)
+    return [
+        step
+        for each in choose.chosen(problem)
+        for step in choose.KERNELS[each.kernel].launches(problem, each.division, call)
+    ]

@@ -7,8 +7,11 @@ CUPY_MLA_EXPLAIN=1 each choice is printed with its rivals when it is first made.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
+from itertools import starmap
 from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -87,6 +90,28 @@ def choose(problem: Problem) -> Choice:
         chosen = Choice(*min(rivals, key=TIME))
     explain(problem, chosen, rivals)
     return chosen
+
+
+_all_chosen: ContextVar[bool] = ContextVar("_all_chosen", default=False)
+
+
+@contextmanager
+def choosing_all() -> Iterator[None]:
+    """In a `with` block programs of this thread have the launches of all candidates: for calls whose kernels are listed
+    (`calls.operation.listing`), not for calls that run."""
+    token = _all_chosen.set(True)
+    try:
+        yield
+    finally:
+        _all_chosen.reset(token)
+
+
+def chosen(problem: Problem) -> list[Choice]:
+    """What `choose` finds; within `choosing_all` every candidate, the fastest first."""
+    fastest = choose(problem)
+    if not _all_chosen.get():
+        return [fastest]
+    return [fastest, *(rival for rival in starmap(Choice, _rivals(problem)) if rival != fastest)]
 
 
 def explain(problem: Problem | DenseProblem, chosen: Choice, rivals: list[Rival]) -> None:

@@ -38,7 +38,7 @@ class V4Attention(StockAttention):
 
     def __init__(self, vllm_config: Any, *layer: Any, **more: Any) -> None:
         super().__init__(vllm_config, *layer, **more)
-        kind = warm.v4_layers_of(vllm_config, self.padded_heads, self.compress_ratio, self.model)
+        kind = warm.v4_layers_of(vllm_config, self.padded_heads, self.compress_ratio, self.model, self.max_image_tokens)
         warm.up(kind, torch.device(vllm_config.device_config.device_type))
         if self.indexer is not None:
             indexer.adopt_v4(self.indexer.indexer_op)

@@ -14,6 +14,7 @@ from .. import warm
 from . import logger
 
 PAGE = 64  # rows of a block; vLLM's blocks are multiples of it
+DRAFT_LIST_ALIGN = 64  # the width of the lists of V4's and V4.1's draft models (DSpark) is a multiple
 V4_PAGE = {"v4": 256, "v41": 64}  # tokens of a block of DeepSeek-V4's and V4.1's compressed caches
 
 
@@ -50,20 +51,24 @@ def dense_layers_of(vllm_config: Any, heads: int, fp8: bool) -> DenseMLAConfig:
     )  # fmt: skip
 
 
-def v4_layers_of(vllm_config: Any, heads: int, ratio: int, kind: ModelKind) -> SparseMLAConfig:
+def v4_layers_of(vllm_config: Any, heads: int, ratio: int, kind: ModelKind, image_tokens: int = 0) -> SparseMLAConfig:
     """DeepSeek-V4's or V4.1's layers of one compress ratio.
 
     Args:
         heads: query heads of a call.
         ratio: as in `SparseMLAConfig`.
         kind: "v4" or "v41".
+        image_tokens: of the largest image, whose tokens see one another.
     """
-    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    model, scheduler, more = vllm_config.model_config, vllm_config.scheduler_config, _speculative(vllm_config)
+    window = model.hf_config.sliding_window
+    # Tokens that a draft model guesses see one another, too. Their lists are a window and they, rounded up.
+    draft_tokens = ceil_div(window + more, DRAFT_LIST_ALIGN) * DRAFT_LIST_ALIGN - window if more else 0
     return SparseMLAConfig(
         heads, 512, topk=model.hf_config.index_topk, block_size=V4_PAGE[kind], cache_layout="v4_fp8",
         max_num_seqs=scheduler.max_num_seqs, max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=model.max_model_len, num_speculative_tokens=_speculative(vllm_config), compress_ratio=ratio,
-        window=model.hf_config.sliding_window, model=kind,
+        max_model_len=model.max_model_len, num_speculative_tokens=more, compress_ratio=ratio, window=window, model=kind,
+        max_image_tokens=max(image_tokens, draft_tokens),
     )  # fmt: skip
 
 
