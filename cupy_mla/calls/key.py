@@ -38,6 +38,7 @@ class Partition(NamedTuple):
     """A call's arguments divided into arrays and settings. Plans are neither.
 
     Attributes:
+        types: of the arguments.
         numbers: places of the arrays among the arguments.
         library: the library of the arrays; None: there are no arrays, or they are of several libraries.
         arrays_of, settings_of: functions that pick the arrays and the settings from the arguments.
@@ -45,6 +46,7 @@ class Partition(NamedTuple):
         tuples: places of the settings that are tuples.
     """
 
+    types: tuple[Any, ...]
     numbers: tuple[int, ...]
     library: Library | None
     arrays_of: Callable[[Sequence[Any]], Sequence[Any]]
@@ -62,7 +64,7 @@ def partition_of(types: tuple[Any, ...]) -> Partition:
     settings = [i for i, cls in enumerate(types) if i not in numbers and cls is not Plan]
     others = [len(types) + numbers.index(i) if i in numbers else i for i in range(len(types))]
     return Partition(
-        numbers, theirs.pop() if len(theirs) == 1 else None, picker(numbers), picker(settings), picker(others),
+        types, numbers, theirs.pop() if len(theirs) == 1 else None, picker(numbers), picker(settings), picker(others),
         tuple(i for i in settings if types[i] is tuple),
     )  # fmt: skip
 
@@ -72,31 +74,32 @@ def starts_of(addresses: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(mod, addresses, repeat(ALIGNMENT)))
 
 
-# A call's arrays, what `Library.facts` reads of them, their addresses, and `starts_of` these.
-ReadArrays = tuple[Sequence[Any], tuple[Any, ...], list[int], tuple[int, ...]]
+# What was read of a call's arrays: `Library.facts`, their addresses, and `starts_of` these.
+ReadArrays = tuple[tuple[Any, ...], list[int], tuple[int, ...]]
 
 
-def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, ReadArrays]:
+def key_of(head: tuple[Any, ...], partition: Partition, values: Sequence[Any]) -> tuple[Key, ReadArrays]:
     """A call's key, and what was read of its arrays.
 
     Args:
         head: `process_settings`, the number of positional arguments, and the names of the others.
+        partition: of the arguments.
         values: all arguments, in that order.
 
     Raises:
         TypeError: an array lies in host memory, or the arrays are of several libraries.
         RuntimeError: a tensor has no strides, or no memory.
     """
-    types = tuple(map(type, values))
-    numbers, library, arrays_of, settings_of, _, tuples = partition_of(types)
-    arrays, facts, addresses = arrays_of(values), (), []
+    types, numbers, library, arrays_of, settings_of, _, tuples = partition
+    facts, addresses = (), []
     if library is not None:
+        arrays = arrays_of(values)
         facts, addresses = library.facts(arrays), library.addresses(arrays)
     elif numbers:
         raise TypeError("arrays of several libraries")
     inner = [tuple(map(type, values[i])) for i in tuples] if tuples else ()  # 1, 1.0 and True are equal
     starts = starts_of(addresses)
-    return (head, types, settings_of(values), *inner, facts, starts), (arrays, facts, addresses, starts)
+    return (head, types, settings_of(values), *inner, facts, starts), (facts, addresses, starts)
 
 
 class Remembered:

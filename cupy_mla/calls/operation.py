@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from .. import arrays
 from ..bridges import Comparison, library_of
 from ..cuda.kernel import Kernel
-from ..cuda.program import ALIGNMENT
+from ..cuda.program import ALIGNMENT, Launch
 from .graph import launch_graph
-from .key import Key, Remembered, key_of, partition_of, process_settings
-from .prepared import kernels_of, prepare
+from .key import Key, Partition, Remembered, key_of, partition_of, process_settings
+from .prepared import Prepared, run_body
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
@@ -155,12 +155,12 @@ class _Recent:
         run: `Prepared.run` of its key.
     """
 
-    def __init__(self, head: tuple[Any, ...], values: tuple[Any, ...], addresses_of: Comparison, run: Any) -> None:
-        types = tuple(map(type, values))
-        _, _, self.arrays_of, self.settings_of, *_ = partition_of(types)
+    def __init__(
+        self, head: tuple[Any, ...], of: Partition, values: tuple[Any, ...], addresses_of: Comparison, run: Any
+    ) -> None:
         self.process, _, *names = head  # the number of positional arguments follows from names and types
-        self.types = [*names, *types]
-        self.settings = self.settings_of(values)
+        self.types = [*names, *of.types]
+        self.arrays_of, self.settings_of, self.settings = of.arrays_of, of.settings_of, of.settings_of(values)
         self.addresses_of, self.run = addresses_of, run
 
 
@@ -193,35 +193,38 @@ class Calls:
             head, values: as for `key_of`.
             args, kwargs: the same arguments as the caller gave them.
         """
-        if self._differentiable and any(map(_wants_gradient, partition_of(tuple(map(type, values))).arrays_of(values))):
+        partition = partition_of(tuple(map(type, values)))
+        found = partition.arrays_of(values)
+        if self._differentiable and any(map(_wants_gradient, found)):
             named = {**dict(zip(self._positional, args, strict=False)), **kwargs}
             if all(named.get(result) is None for result in self._differentiable):
                 return in_graph(self._function.__name__)(*args, **kwargs)
+        names, keywords = (*self._positional[: len(args)], *kwargs), len(kwargs)
         listing = _listing.get()
-        if listing is not None and any(map(_on_gpu, values)):
-            names = (*self._positional[: len(args)], *kwargs)
-            listing.update(dict.fromkeys(kernels_of(self._function, names, values, len(kwargs))))
+        if listing is not None and any(map(_on_gpu, found)):
+            body = run_body(self._function, names, values, keywords, partition, None)
+            listing.update({step.kernel: None for step in body.place.program if isinstance(step, Launch)})
             return None
         key: Key | None = None
-        given = prepared = None
+        read = prepared = None
         if not arrays.CHECK_VALUES:  # the body checks values, so it runs at every call
             try:
-                key, given = key_of(head, values)
+                key, read = key_of(head, partition, values)
                 prepared = self.known.get(key)
             except (RuntimeError, TypeError):  # there is no key: a setting without hash, a tensor without memory
-                key = given = None
-        if prepared is not None and given is not None:
-            found, _, addresses, _ = given
-            addresses_of = library_of(found[0]).comparison(found, ALIGNMENT)  # type: ignore[union-attr]
+                key = read = None
+        if prepared is not None and read is not None and partition.library is not None:
+            addresses_of = partition.library.comparison(found, ALIGNMENT)
             if addresses_of is not None and addresses_of(found) is not None:
-                self.recents[:] = [_Recent(head, values, addresses_of, prepared.run), *self.recents[: RECENT - 1]]
-            return prepared.run(found, addresses, values)
-        if len(args) > len(self._positional) or not any(map(_on_gpu, values)):
+                recent = _Recent(head, partition, values, addresses_of, prepared.run)
+                self.recents[:] = [recent, *self.recents[: RECENT - 1]]
+            return prepared.run(found, read[1], values)
+        if len(args) > len(self._positional) or not any(map(_on_gpu, found)):
             return self._function(*args, **kwargs)
-        names = (*self._positional[: len(args)], *kwargs)
-        prepared, found, addresses, repeatable = prepare(self._function, names, values, len(kwargs), given)
-        result = prepared.run(found, addresses, values)
-        if key is not None and repeatable:
+        body = run_body(self._function, names, values, keywords, partition, read)
+        prepared = Prepared(body)
+        result = prepared.run(found, body.addresses, values)
+        if key is not None and prepared.repeatable:
             self.known.put(key, prepared)
         return result
 

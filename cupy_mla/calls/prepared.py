@@ -7,7 +7,7 @@ makes of the program what a run needs: the constant bytes of parameter structs, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count, groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -17,17 +17,16 @@ import numpy as np
 from ..arrays import HOST, Array, aligned_up, arrays_in
 from ..bridges import Place, dense_strides, describe, place_at, require_apart
 from ..cuda import driver
-from ..cuda.kernel import Kernel
-from ..cuda.program import Buffer, Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Step
+from ..cuda.program import Buffer, Clear, Nonce, Plan, PlanField, Pointer, Program, Step
 from ..cuda.structs import picker
 from .graph import LaunchGraph, launch_graph
-from .key import ReadArrays, partition_of, starts_of
+from .key import Partition, ReadArrays, starts_of
 from .plan import PlanMemory
 from .scratch import ScratchMemory, scratch_memory
 
 RUN_FIELDS = frozenset((Pointer, Nonce, PlanField))  # the types of fields that differ from run to run
 
-_PLACE, _READ, _WRITTEN = map(attrgetter, ("place", "read", "written"))
+_OBJ, _PLACE, _READ, _WRITTEN = map(attrgetter, ("obj", "place", "read", "written"))
 _WANTS_GRADIENT = attrgetter("wants_gradient")
 _ON_GPU, _NUMBER = map(attrgetter, ("on_gpu", "number"))
 
@@ -77,63 +76,50 @@ class CallPlace(Place):
         self.program = launcher(driver.gpu(self.device), *arguments)
 
 
-def prepare(
-    function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], keywords: int, given: ReadArrays | None
-) -> tuple[Prepared, Sequence[Any], list[int], bool]:
-    """Run an operation's body for a call with an array on a GPU, and prepare its program.
+class Body(NamedTuple):
+    """What an operation's body did for a call on a GPU.
+
+    Attributes:
+        place: the call's place, which has the program.
+        arrays: descriptions of the caller's arrays.
+        addresses: theirs.
+        values: all arguments, with the descriptions in the arrays' places.
+        result: what the body returned: an argument, a result, a constant, or a tuple of these.
+    """
+
+    place: CallPlace
+    arrays: Sequence[Array]
+    addresses: list[int]
+    values: Sequence[Any]
+    result: Any
+
+
+def run_body(
+    function: Callable[..., Any],
+    names: Sequence[str],
+    values: Sequence[Any],
+    keywords: int,
+    partition: Partition,
+    read: ReadArrays | None,
+) -> Body:
+    """Run an operation's body for a call with an array on a GPU.
 
     Args:
         function: the operation's body.
         names: of the arguments.
         values: all arguments.
         keywords: how many of them, the last ones, come by name.
-        given: what was read of the call's arrays when its key was made; None: there is no key.
-
-    Returns:
-        what makes the call; its arrays and their addresses; and whether it can make other calls of this key. It cannot
-        if the body looked at the values in an array, or if one array was given under two names, where another call may
-        have two arrays.
+        partition: of the arguments.
+        read: what was read of the call's arrays when its key was made; None: there is no key.
     """
-    place, arrays, values, result, objs, addresses = _run_body(function, names, values, keywords, given)
-    ids = [*map(id, objs)]
-    repeatable = len({*ids}) == len(ids) and True not in map(_READ, arrays)
-    prepared = Prepared(place, ids, values, result)
-    place.given, place.results = [], []  # they refer to the place: a cycle would be left to the garbage collector
-    return prepared, objs, addresses, repeatable
-
-
-def kernels_of(
-    function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], keywords: int
-) -> Iterator[Kernel]:
-    """The kernels that a call would launch, in order. Nothing is loaded, allocated or launched.
-
-    Args:
-        function, names, values, keywords: as for `prepare`.
-    """
-    place, *_ = _run_body(function, names, values, keywords, None)
-    return (step.kernel for step in place.program if isinstance(step, Launch))
-
-
-def _run_body(
-    function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], keywords: int, given: ReadArrays | None
-) -> tuple[CallPlace, Sequence[Array], Sequence[Any], Any, Sequence[Any], list[int]]:
-    """Run an operation's body.
-
-    Args:
-        function, names, values, keywords, given: as for `prepare`.
-
-    Returns:
-        the place, which has the program; descriptions of the caller's arrays; the arguments with these in the arrays'
-        places; what the body returned; the arrays; and their addresses.
-    """
-    _, library, arrays_of, _, with_others, _ = partition_of(tuple(map(type, values)))
-    names_of_arrays, objs, arrays = arrays_of(names), arrays_of(values), None
-    device = None if library is None else library.device_of(objs[0])
-    if given is not None and library is not None and device not in (None, HOST):
-        _, facts, addresses, starts = given
-        place = CallPlace.at(place_at(library.name, device), len(objs))
-        pointers = map(Pointer.to, names_of_arrays, count(), starts)
-        arrays = library.described(names_of_arrays, objs, facts, place, pointers)
+    names_of_arrays, objs, arrays = partition.arrays_of(names), partition.arrays_of(values), None
+    if read is not None and partition.library is not None:
+        facts, addresses, starts = read
+        device = partition.library.device_of(objs[0])
+        if device not in (None, HOST):
+            place = CallPlace.at(place_at(partition.library.name, device), len(objs))
+            pointers = map(Pointer.to, names_of_arrays, count(), starts)
+            arrays = partition.library.described(names_of_arrays, objs, facts, place, pointers)
     if arrays is None:  # described one by one, they raise the error that names the argument
         arrays = [*map(describe, names_of_arrays, objs)]
         addresses = [array.ptr for array in arrays]
@@ -143,10 +129,10 @@ def _run_body(
         for array, pointer in zip(arrays, pointers, strict=True):
             array.ptr = pointer  # type: ignore[assignment]
             array.place = place if array.place is on_gpu else array.place
-    values = with_others((*values, *arrays))
+    values = partition.with_others((*values, *arrays))
     by_place = len(values) - keywords
     result = function(*values[:by_place], **dict(zip(names[by_place:], values[by_place:], strict=True)))
-    return place, arrays, values, result, objs, addresses
+    return Body(place, arrays, addresses, values, result)
 
 
 # The bytes of an array: its number; from its address to its first byte, and to the byte behind its last; its name.
@@ -212,7 +198,7 @@ def _with_graphs(program: Program, made: Sequence[Any], device: int) -> list[Any
 
 
 class Prepared:
-    """A program ready to run. It holds no array of the call that it was made of.
+    """The program of a body, ready to run. It holds no array of the call that it was made of.
 
     A run makes a list of *items*, from which parameters are packed:
 
@@ -221,11 +207,10 @@ class Prepared:
     - in the order in which parameters need them: constant bytes of parameters, nonces, and addresses that lie within
       the arrays, results and scratch memory.
 
-    Args:
-        place: the place of a call whose body ran.
-        given: `id`s of the call's arrays.
-        values: all arguments, with arrays described.
-        result: what the body returned: an argument, a result, a constant, or a tuple of these.
+    Attributes:
+        device: the GPU.
+        repeatable: whether it can make other calls of this key. It cannot if the body looked at the values in an array,
+            or if one array was given under two names, where another call may have two arrays.
     """
 
     _plans: PlanMemory | None = None
@@ -233,7 +218,10 @@ class Prepared:
     _scratch: ScratchMemory | None = None
     _scratch_bytes = 0
 
-    def __init__(self, place: CallPlace, given: Sequence[int], values: Sequence[Any], result: Any) -> None:
+    def __init__(self, body: Body) -> None:
+        place, arrays, _, values, result = body
+        given = [*map(id, map(_OBJ, arrays))]
+        self.repeatable: bool = len({*given}) == len(given) and True not in map(_READ, arrays)
         self.device: int = place.device
         self._library = place.library
         self._device = self._library.device_reader()
@@ -259,6 +247,7 @@ class Prepared:
                 self._constants.append(leaf)
         # Picks what the call returns from its arrays, its results and the constants.
         self._pick_result = picker(picked) if type(result) is tuple else itemgetter(*picked)
+        place.given, place.results = [], []  # they refer to the place: a cycle would be left to the garbage collector
 
     def _number_steps(self, program: Program, scratch: int) -> None:
         """Number the items, and make the steps, which take items by their numbers.
@@ -360,12 +349,6 @@ class Prepared:
         if self._make_results is not None:
             results, starts = self._make_results()
             items += starts
-        if self._steps:
-            self._launch(items, values)
-        return self._pick_result((*arrays, *results, *self._constants))
-
-    def _launch(self, items: list[Any], values: Sequence[Any]) -> None:
-        """Complete the items, and run the steps."""
         stream = self._stream()
         capturing = self._is_capturing(stream)
         block, start, address, filled, made = None, 0, 0, 0, None
@@ -397,6 +380,7 @@ class Prepared:
         finally:
             if block is not None:
                 block[1].append(block)
+        return self._pick_result((*arrays, *results, *self._constants))
 
 
 def _never(stream: int) -> bool:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cupy_mla.calls.key import Remembered, key_of
+from cupy_mla.calls.key import Key, ReadArrays, Remembered, key_of, partition_of
 from cupy_mla.cuda.program import Plan
 from tests.operations import in_threads
 
@@ -76,16 +76,21 @@ def test_threads_share_what_is_remembered():
     assert len(remembered) == 50
 
 
+def read(values: list[object]) -> tuple[Key, ReadArrays]:
+    """A call's key, and what was read of its arrays."""
+    return key_of((None, len(values)), partition_of(tuple(map(type, values))), values)
+
+
 def test_settings_of_other_types_are_other_keys():
     """Though they are equal."""
     values = [1, True, 1.0, "1", None, (1, 2), (True, 2), (1.0, 2), [*"a"], Plan(), 2, 1 + 0j]
-    keys = [key_of((None, 1), [value])[0] for value in values]
+    keys = [read([value])[0] for value in values]
     for i, key in enumerate(keys):
         assert [key == other for other in keys] == [i == k for k in range(len(keys))]
 
 
 def test_all_plans_are_one():
-    assert key_of((None, 1), [Plan()]) == key_of((None, 1), [Plan()])
+    assert read([Plan()]) == read([Plan()])
 
 
 @pytest.mark.parametrize("name", ["dtype", "shape", "strides", "alignment", "class", "gradient"])
@@ -97,10 +102,8 @@ def test_what_a_key_has_of_a_tensor(name):
         "alignment": whole.view(-1)[1:33].view(4, 8), "class": torch.nn.Parameter(plain, requires_grad=False),
         "gradient": torch.zeros(4, 8, requires_grad=True),
     }[name]  # fmt: skip
-    head = (None, 1)
-    assert key_of(head, [plain])[0] == key_of(head, [torch.ones(4, 8)])[0] != key_of(head, [other])[0]
+    assert read([plain])[0] == read([torch.ones(4, 8)])[0] != read([other])[0]
     with torch.no_grad():
-        assert (key_of(head, [plain])[0] == key_of(head, [other])[0]) == (name == "gradient")
-    _, (arrays, _, addresses, _) = key_of(head, [plain, other])
-    assert [*map(id, arrays)] == [id(plain), id(other)]
+        assert (read([plain])[0] == read([other])[0]) == (name == "gradient")
+    _, (_, addresses, _) = read([plain, other])
     assert addresses == [plain.data_ptr(), other.data_ptr()]

@@ -41,13 +41,13 @@ every_operation = pytest.mark.parametrize("name", OPERATIONS)
 def first(monkeypatch) -> list[str]:
     """Names of the operations' bodies that ran for a call on a GPU: a call of a known key runs none."""
     seen: list[str] = []
-    prepare = operation.prepare
+    run_body = operation.run_body
 
     def noted(function: Any, *arguments: Any) -> Any:
         seen.append(function.__name__)
-        return prepare(function, *arguments)
+        return run_body(function, *arguments)
 
-    monkeypatch.setattr(operation, "prepare", noted)
+    monkeypatch.setattr(operation, "run_body", noted)
     return seen
 
 
