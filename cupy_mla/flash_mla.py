@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import layouts
-from .calls.operation import operation
+from .calls.operation import operation, traced_by_torch
 from .checks.options import require_bool, require_choice, require_scale, shown
 from .checks.validate import require_d_v
 from .cuda.program import Plan
@@ -211,11 +211,19 @@ def flash_mla_with_kvcache(
         batch_invariant |= require_bool("enable_batch_invariant", enable_batch_invariant)
     if use_legacy is not False and require_bool("use_legacy", use_legacy) and kv_format == "V41":
         kv_format = "v41_fp8_split"
+    shapes = meta.shapes
+    if shapes is None and not traced_by_torch():
+        shapes = _shapes(q, k_cache, indices, extra_k_cache, extra_indices_in_kvcache, causal)
     settings = (
-        head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, meta.shapes, meta.num_splits, kv_format,
+        head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, shapes, meta.num_splits, kv_format,
     )  # fmt: skip
-    scales = {} if descale_q is None and descale_k is None else {"q_scale": descale_q, "k_scale": descale_k}
-    if indices is None:
+    if indices is not None:
+        results = _with_kvcache(
+            q, k_cache, indices, meta.plan, settings, attn_sink=attn_sink, topk_length=topk_length,
+            extra_k_cache=extra_k_cache, extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
+            out=out, q_scale=descale_q, k_scale=descale_k,
+        )  # fmt: skip
+    else:
         _require_no_lists(
             topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
             extra_topk_length=extra_topk_length,
@@ -224,22 +232,12 @@ def flash_mla_with_kvcache(
             raise ValueError(
                 "indices is None, which asks for dense decode: block_table and cache_seqlens must be given"
             )
-        sink = {} if attn_sink is None else {"attn_sink": attn_sink}
-        given = {**sink, **scales} if out is None else {**sink, **scales, "out": out}
-        out, lse, meta.shapes = _dense_with_kvcache(
-            q, k_cache, block_table, cache_seqlens, meta.plan, settings, **given
-        )
-        return out, lse
-    absent = attn_sink is None and topk_length is None and extra_k_cache is None and extra_indices_in_kvcache is None
-    if absent and extra_topk_length is None and out is None:
-        others = scales  # the usual call, which has less host time without the dictionary below
-    else:
-        others = {
-            "attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache,
-            "extra_indices": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length, "out": out, **scales,
-        }  # fmt: skip
-    out, lse, meta.shapes = _with_kvcache(q, k_cache, indices, meta.plan, settings, **others)
-    return out, lse
+        results = _dense_with_kvcache(
+            q, k_cache, block_table, cache_seqlens, meta.plan, settings, attn_sink=attn_sink, out=out,
+            q_scale=descale_q, k_scale=descale_k,
+        )  # fmt: skip
+    meta.shapes = shapes
+    return results
 
 
 def flash_mla_with_kvcache_fp8(
@@ -289,30 +287,31 @@ def flash_mla_with_kvcache_fp8(
     settings = head_dim_v, softmax_scale, causal, True, False, None, None, "plain_fp8"
     scales = {"q_scale": descale_q, "k_scale": descale_k}
     plan = tile_scheduler_metadata.plan if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
-    out, lse, _ = _dense_with_kvcache(q, k_cache, block_table, cache_seqlens, plan, settings, **scales)
-    return out, lse
+    return _dense_with_kvcache(q, k_cache, block_table, cache_seqlens, plan, settings, **scales)
 
 
 # What a schedule is planned for: the axes of q, and sizes of other arrays; -1 for arrays that are not there.
 FACTS = ("q", "q", "q", "q", "block_size", "is_fp8_kvcache", "topk", "extra_block_size", "extra_topk", "causal")
 
 
-def _shapes(given: attention.Given, causal: bool = False) -> Shapes | None:
+def _shapes(
+    q: Any, k_cache: Any, indices: Any, extra_k_cache: Any = None, extra_indices: Any = None, causal: Any = False
+) -> Shapes | None:
     """The values of `FACTS` for a call; None for arguments that the checks will refuse."""
     try:
-        is_fp8 = given.k_cache.dtype.itemsize != 2
-        b, s_q, h_q, d_qk = given.q.shape
-        topk = -1 if given.indices is None else given.indices.shape[-1]
-        extra_topk = -1 if given.extra_indices is None else given.extra_indices.shape[-1]
-        extra_block = -1 if given.extra_k_cache is None else given.extra_k_cache.shape[1]
-        return b, s_q, h_q, d_qk, given.k_cache.shape[1], int(is_fp8), topk, extra_block, extra_topk, int(causal)
-    except (AttributeError, IndexError, ValueError):
+        is_fp8 = k_cache.dtype.itemsize != 2
+        b, s_q, h_q, d_qk = q.shape
+        topk = -1 if indices is None else indices.shape[-1]
+        extra_topk = -1 if extra_indices is None else extra_indices.shape[-1]
+        extra_block = -1 if extra_k_cache is None else extra_k_cache.shape[1]
+        return b, s_q, h_q, d_qk, k_cache.shape[1], int(is_fp8), topk, extra_block, extra_topk, int(causal)
+    except (AttributeError, IndexError, TypeError, ValueError):
         return None
 
 
 def _require_planned(planned: Shapes | None, shapes: Shapes | None) -> None:
     """Check that a schedule, if it is planned already, was planned for such a call."""
-    if planned is None or shapes is None:
+    if planned is None or shapes is None or planned == shapes:
         return
     for name, value, planned_for in zip(FACTS, shapes, planned, strict=True):
         if value != planned_for:
@@ -345,63 +344,44 @@ def layout_of(kv_format: Any) -> str | None:
     return KV_FORMATS.get(kv_format, kv_format)
 
 
-class _Settings(NamedTuple):
-    """The arguments of `flash_mla_with_kvcache` beside arrays and a plan.
-
-    Attributes:
-        planned, num_splits: `shapes` and `num_splits` of the schedule.
-    """
-
-    head_dim_v: int
-    softmax_scale: float | None
-    causal: bool
-    is_fp8_kvcache: bool | None
-    batch_invariant: bool
-    planned: Shapes | None
-    num_splits: int | None
-    kv_format: str | None
-
-    def door(self, extra_bytes: int | None = None) -> attention.Door:
-        """What the caller says about `k_cache`, with FlashMLA's names of arguments.
-
-        Args:
-            extra_bytes: bytes of a row of the extra cache, if there is one.
-        """
-        is_fp8 = self.is_fp8_kvcache
-        if is_fp8 is not None:
-            require_bool("is_fp8_kvcache", is_fp8)
-        layout = layout_of(self.kv_format)
-        extra = layouts.FP4_BESIDE.get(layout) if extra_bytes == layouts.V41_FP4.last_axis else None
-        return attention.Door(is_fp8, layout, extra, NAMES)
-
-
 # FlashMLA's names of arguments, by those of `attention.decode` and `dense.decode`.
 NAMES = {
     "q_scale": "descale_q", "k_scale": "descale_k", "layout": "kv_format", "extra_indices": "extra_indices_in_kvcache",
     "seq_lens": "cache_seqlens",
 }  # fmt: skip
 
+# Below, `settings` are head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, the shapes that the schedule
+# is planned for, its num_splits, and kv_format.
+
+
+def _door(is_fp8: bool | None, kv_format: str | None, extra_k_cache: Any = None) -> attention.Door:
+    """What the caller says about the caches, with FlashMLA's names of arguments."""
+    if is_fp8 is not None:
+        require_bool("is_fp8_kvcache", is_fp8)
+    layout, extra = layout_of(kv_format), None
+    if extra_k_cache is not None and getattr(extra_k_cache, "shape", (None,))[-1] == layouts.V41_FP4.last_axis:
+        extra = layouts.FP4_BESIDE.get(layout)
+    return attention.Door(is_fp8, layout, extra, NAMES)
+
 
 @operation
 def _with_kvcache(
     q: Any, k_cache: Any, indices: Any, plan: Plan | None, settings: tuple[Any, ...], **others: Any
-) -> tuple[Any, Any, Shapes | None]:
-    """The sparse decode: out, lse, and the shapes that the schedule is planned for.
+) -> tuple[Any, Any]:
+    """The sparse decode.
 
     Args:
-        settings: the values of `_Settings`.
         others: the other fields of `ops.attention.Given`.
     """
-    asked, given = _Settings(*settings), attention.Given(q, k_cache, indices, **others)
-    require_sparse(asked.head_dim_v, asked.causal)
-    extra_bytes = getattr(given.extra_k_cache, "shape", (None,))[-1]
-    door, shapes = asked.door(extra_bytes), _shapes(given)
-    _require_planned(asked.planned, shapes)
+    head_dim_v, softmax_scale, causal, is_fp8, batch_invariant, planned, num_splits, kv_format = settings
+    require_sparse(head_dim_v, causal)
+    given = attention.Given(q, k_cache, indices, **others)
+    door = _door(is_fp8, kv_format, given.extra_k_cache)
+    _require_planned(planned, _shapes(q, k_cache, indices, given.extra_k_cache, given.extra_indices))
     if given.topk_length is not None or given.extra_topk_length is not None or given.extra_k_cache is not None:
         plan = None  # with lengths or an extra cache the lists of later calls may end elsewhere
-    scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
-    out, lse = attention.decode(given, scale, asked.num_splits, asked.batch_invariant, plan, door=door)
-    return out, lse, shapes
+    scale = None if softmax_scale is None else require_scale("softmax_scale", softmax_scale)
+    return attention.decode(given, scale, num_splits, batch_invariant, plan, door=door)
 
 
 @operation
@@ -413,21 +393,17 @@ def _dense_with_kvcache(
     plan: Plan | None,
     settings: tuple[Any, ...],
     **others: Any,
-) -> tuple[Any, Any, Shapes | None]:
-    """The dense decode: out, lse, and the shapes that the schedule is planned for.
+) -> tuple[Any, Any]:
+    """The dense decode.
 
     Args:
-        settings: the values of `_Settings`.
         others: the other fields of `ops.dense.Given`.
     """
-    asked = _Settings(*settings)
-    require_d_v("head_dim_v", asked.head_dim_v)
-    causal = require_bool("causal", asked.causal)
-    door, shapes = asked.door(), _shapes(attention.Given(q, k_cache, None), causal)
-    _require_planned(asked.planned, shapes)
-    scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
-    out, lse = dense.decode(
-        dense.Given(q, k_cache, block_table, cache_seqlens, **others), scale, dense.Sees(causal), asked.num_splits,
-        asked.batch_invariant, door, plan,
-    )  # fmt: skip
-    return out, lse, shapes
+    head_dim_v, softmax_scale, causal, is_fp8, batch_invariant, planned, num_splits, kv_format = settings
+    require_d_v("head_dim_v", head_dim_v)
+    causal = require_bool("causal", causal)
+    door = _door(is_fp8, kv_format)
+    _require_planned(planned, _shapes(q, k_cache, None, causal=causal))
+    scale = None if softmax_scale is None else require_scale("softmax_scale", softmax_scale)
+    given = dense.Given(q, k_cache, block_table, cache_seqlens, **others)
+    return dense.decode(given, scale, dense.Sees(causal), num_splits, batch_invariant, door, plan)

@@ -236,14 +236,13 @@ _NAMED = {operation.name: _traced(operation) for operation in TABLE}
 def _with_kvcache(q: Any, k_cache: Any, indices: Any, plan: Any, settings: tuple[Any, ...], **others: Any) -> Any:
     """As in `cupy_mla.flash_mla`, but no plan is made: each run of the graph chooses its splits. `num_splits` is
     followed."""
-    head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, planned, num_splits, kv_format = settings
+    head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, _, num_splits, kv_format = settings
     require_sparse(head_dim_v, causal)
     _require_kind(k_cache, is_fp8_kvcache)
-    results = _NAMED["sparse_decode"](
+    return _NAMED["sparse_decode"](
         q, k_cache, indices, int(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale,
         num_splits=num_splits, batch_invariant=batch_invariant, layout=layout_of(kv_format), **others,
     )  # fmt: skip
-    return *results, planned
 
 
 def _dense_with_kvcache(
@@ -256,14 +255,13 @@ def _dense_with_kvcache(
     **others: Any,
 ) -> Any:
     """As in `cupy_mla.flash_mla`, but no plan is made. `num_splits` is followed."""
-    head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, planned, num_splits, kv_format = settings
+    head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, _, num_splits, kv_format = settings
     require_d_v("head_dim_v", head_dim_v)
     _require_kind(k_cache, is_fp8_kvcache)
-    results = _NAMED["dense_decode"](
+    return _NAMED["dense_decode"](
         q, k_cache, block_table, cache_seqlens, int(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale,
         causal=causal, num_splits=num_splits, batch_invariant=batch_invariant, layout=layout_of(kv_format), **others,
     )  # fmt: skip
-    return *results, planned
 
 
 def _require_kind(k_cache: Any, is_fp8_kvcache: bool | None) -> None:
