@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import repeat
+from operator import ge
 from typing import Any
 
 from ....layouts import FP16_512, FP16_576, Layout
@@ -69,7 +71,7 @@ def largest(problem: DenseProblem, lines: int, kernel_lines: Sequence[int]) -> l
         return []
     at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
     most, items = min(problem.num_splits or MAX_CLUSTER, MAX_CLUSTER, max(2, problem.pairs)), problem.items(lines)
-    n = max((n for n in range(2, 1 + most) if items <= at_once[n - 1]), default=2 if forced else 1)
+    n = max(sum(map(ge, at_once[:most], repeat(items))), 2 if forced else 1)  # larger clusters run in smaller numbers
     few = ceil_div(problem.pairs, n) <= MOST_PAIRS
     return [Clusters(lines, n, n)] if n > 1 and (few or prescribed) else []
 

@@ -16,8 +16,9 @@ from .. import times
 from ..divide import Clusters, Division, Shares, Whole
 from ..problem import DenseProblem, Problem
 from ..times import Work
-from . import combine, portable
+from . import combine, dense_cluster_sm90, dense_fp8_sm90, portable
 
+ON_HOPPER = {*dense_cluster_sm90.LAYOUTS, *dense_fp8_sm90.LAYOUTS}  # the kernels for Hopper read these
 INVARIANT_SPLITS = 8  # of each request of a batch-invariant call
 MOST_ROWS = 2**33  # of all items together: shares add up their cost in 32 bits
 
@@ -31,8 +32,13 @@ def kernels() -> Iterator[Kernel]:
 
 
 def serves(problem: DenseProblem) -> bool:
-    """Any call, on a GPU with as much shared memory as an A100."""
-    return problem.gpu.shared_kb >= portable.LARGE
+    """Any call that kernels for Hopper do not serve, on a GPU with as much shared memory as an A100."""
+    return problem.gpu.shared_kb >= portable.LARGE and (problem.forced or not on_hopper(problem))
+
+
+def on_hopper(problem: DenseProblem) -> bool:
+    """Whether kernels for Hopper serve a call."""
+    return problem.on_hopper and problem.layout in ON_HOPPER
 
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
@@ -46,8 +52,7 @@ def fits(problem: DenseProblem, division: Any) -> bool:
 
 
 def work(problem: DenseProblem, division: Any) -> Work:
-    """More than that of any other kernel: the time was not measured, and kernels that are made for the GPU are
-    faster."""
+    """The time was not measured."""
     return (), (), (inf,)
 
 

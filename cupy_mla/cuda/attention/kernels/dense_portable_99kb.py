@@ -14,8 +14,8 @@ from . import dense_portable, portable, portable_99kb
 
 
 def serves(problem: DenseProblem) -> bool:
-    """Any call."""
-    return True
+    """Any call that no other kernel serves."""
+    return problem.forced or not (problem.gpu.shared_kb >= portable.LARGE or dense_portable.on_hopper(problem))
 
 
 def candidates(problem: DenseProblem) -> Iterator[Division]:
