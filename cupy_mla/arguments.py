@@ -284,6 +284,8 @@ class Decode(NamedTuple):
         extra_layout: of the extra cache where it differs from `layout`; else None.
         num_splits: splits of each query's rows; None: to be chosen.
         out, lse: results.
+        batch_invariant: as for `sparse_decode`.
+        plan, padded: as for `ops.attention.decode`.
     """
 
     layout: Layout
@@ -302,6 +304,9 @@ class Decode(NamedTuple):
     num_splits: int | None = None
     out: Operand = None
     lse: Operand = None
+    batch_invariant: bool = False
+    plan: Any = None
+    padded: bool = False
 
 
 class PrefillBackward(NamedTuple):
@@ -342,6 +347,8 @@ class DenseDecode(NamedTuple):
         sink: [h_q], or None.
         num_splits: splits of each request's rows; None: to be chosen.
         out, lse: results.
+        batch_invariant: as for `dense_decode`.
+        plan: as for `ops.dense.decode`.
     """
 
     layout: Layout
@@ -358,6 +365,8 @@ class DenseDecode(NamedTuple):
     num_splits: int | None
     out: Operand
     lse: Operand
+    batch_invariant: bool
+    plan: Any
 
 
 class Target(NamedTuple):

@@ -8,7 +8,6 @@ Source: DeepSeek-V3.2 (DeepSeek Sparse Attention); the functions' contracts are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -418,12 +417,11 @@ def decode(
     out_ = place.output("out", out_, (b, s_q, h_q, D_V), BFLOAT16)
     lse_ = place.output("lse", lse_, (b, h_q, s_q), FLOAT32)
     scale = layout.d_qk**-0.5 if scale is None else scale
-    launcher = partial(cuda.sparse_decode, batch_invariant=batch_invariant, plan=plan, padded=padded)
     arguments = Decode(
         layout, q_, cache, idx, scale, q_scale, k_scale, sink, length, extra, extra_idx, extra_length,
-        extra_layout if extra_layout is not layout else None, num_splits, out_, lse_,
+        extra_layout if extra_layout is not layout else None, num_splits, out_, lse_, batch_invariant, plan, padded,
     )  # fmt: skip
-    place.call(launcher, reference.sparse_decode, arguments)
+    place.call(cuda.sparse_decode, reference.sparse_decode, arguments)
     return out_.obj, lse_.obj
 
 

@@ -5,7 +5,6 @@ Source: DeepSeek-V3 (Multi-head Latent Attention with absorbed weights); which r
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -205,11 +204,11 @@ def decode(
     out_ = place.output("out", out_, (b, s_q, h_q, D_V), layout.values)
     lse_ = place.output("lse", lse_, (b, h_q, s_q), FLOAT32)
     scale = layout.d_qk**-0.5 if scale is None else scale
-    launcher = partial(cuda.dense_decode, batch_invariant=batch_invariant, plan=plan)
     arguments = DenseDecode(
-        layout, q_, cache, table, lens, scale, q_scale, k_scale, causal, window, sink, num_splits, out_, lse_
-    )
-    place.call(launcher, reference.dense_decode, arguments)
+        layout, q_, cache, table, lens, scale, q_scale, k_scale, causal, window, sink, num_splits, out_, lse_,
+        batch_invariant, plan,
+    )  # fmt: skip
+    place.call(cuda.dense_decode, reference.dense_decode, arguments)
     return out_.obj, lse_.obj
 
 

@@ -10,7 +10,7 @@ from ...arguments import Decode, Prefill
 from .. import structs
 from ..driver import Gpu
 from ..paging import pointer
-from ..program import Plan, Program
+from ..program import Program
 from . import choose
 from .call import ALIGNED_ROWS, ALIKE, DECODE, Call, PagedRows, decode_fields, fields_of
 from .divide import Whole
@@ -48,19 +48,12 @@ def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
     return _program(problem, Call(fields, topk, s_kv, a.length))
 
 
-def sparse_decode(
-    gpu: Gpu, a: Decode, *, batch_invariant: bool = False, plan: Plan | None = None, padded: bool = False
-) -> Program:
-    """Twin of `reference.attention.sparse_decode`.
-
-    Args:
-        batch_invariant: as for `ops.attention.sparse_decode`.
-        plan, padded: as for `ops.attention.decode`.
-    """
+def sparse_decode(gpu: Gpu, a: Decode) -> Program:
+    """Twin of `reference.attention.sparse_decode`."""
     b, s_q, h_q, _ = a.q.shape
     if b == 0 or s_q == 0:
         return ()
-    length, ends = (None, a.length) if padded else (a.length, None)
+    length, ends = (None, a.length) if a.padded else (a.length, None)
     rows = PagedRows.of(a.layout, a.cache)
     sizes, aligned, flat, extra_entries = decode_fields(a), rows.aligned, rows.flat, 0
     if a.extra is not None and a.extra_indices is not None:
@@ -71,12 +64,12 @@ def sparse_decode(
     problem = Problem(
         gpu, a.layout, False, h_q, b * s_q, a.indices.shape[2], extra_entries,
         uneven=length is not None or a.extra_length is not None, aligned=aligned and a.q.aligned(16), flat=flat,
-        num_splits=a.num_splits or 0, batch_invariant=batch_invariant, kernel=kernel, division=division,
+        num_splits=a.num_splits or 0, batch_invariant=a.batch_invariant, kernel=kernel, division=division,
         extra_layout=a.extra_layout,
     )  # fmt: skip
-    flags = aligned * ALIGNED_ROWS | DECODE | padded * ALIKE
+    flags = aligned * ALIGNED_ROWS | DECODE | a.padded * ALIKE
     fields = fields_of(problem, a, rows.source(a.cache, a.indices, length), sizes, flags)
-    return _program(problem, Call(fields, problem.entries, rows.fields["num_slots"], length, ends, plan))
+    return _program(problem, Call(fields, problem.entries, rows.fields["num_slots"], length, ends, a.plan))
 
 
 def decode_splits(problem: Problem) -> int:

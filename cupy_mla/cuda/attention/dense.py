@@ -13,7 +13,7 @@ from ...arguments import DenseDecode
 from .. import structs
 from ..driver import Gpu
 from ..paging import block_table, divisor
-from ..program import Plan, Program
+from ..program import Program
 from . import choose, times
 from .call import ALIGNED_ROWS, DECODE, INVARIANT, PagedRows, decode_fields, fields_of
 from .kernels import (
@@ -41,13 +41,8 @@ KERNELS: dict[str, ModuleType] = dict(
 )  # fmt: skip
 
 
-def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False, plan: Plan | None = None) -> Program:
-    """Twin of `reference.dense.dense_decode`.
-
-    Args:
-        batch_invariant: as for `ops.dense.dense_decode`.
-        plan: the plan that the layers of a step share.
-    """
+def dense_decode(gpu: Gpu, a: DenseDecode) -> Program:
+    """Twin of `reference.dense.dense_decode`."""
     b, s_q, h_q, _ = a.q.shape
     if b == 0 or s_q == 0:
         return ()
@@ -57,20 +52,20 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False, pla
     rows = min(capacity, a.window + s_q) if a.window else capacity
     problem = DenseProblem(
         gpu, a.layout, h_q, s_q, b, capacity, rows, block_size,
-        of_cache.aligned and a.q.aligned(16), a.num_splits or 0, batch_invariant, *choose.asked(),
+        of_cache.aligned and a.q.aligned(16), a.num_splits or 0, a.batch_invariant, *choose.asked(),
     )  # fmt: skip
     main = structs.SOURCE(
         **of_cache.fields, cache=a.cache.ptr, indices=0, lengths=a.seq_lens.ptr, index_stride_b=0, index_stride_s=0,
         topk=problem.capacity,
     )  # fmt: skip
-    flags = of_cache.aligned * ALIGNED_ROWS | DECODE | batch_invariant * INVARIANT
+    flags = of_cache.aligned * ALIGNED_ROWS | DECODE | a.batch_invariant * INVARIANT
     params = structs.DENSE(
         **fields_of(problem, a, main, decode_fields(a), flags), table=block_table(a.block_table, block_size),
         num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=a.window, num_shares=0,
         shares=0,
     )  # fmt: skip
     chosen = choose_dense(problem)
-    program: Program = KERNELS[chosen.kernel].launches(problem, chosen.division, params, plan)
+    program: Program = KERNELS[chosen.kernel].launches(problem, chosen.division, params, a.plan)
     return program
 
 
