@@ -220,8 +220,8 @@ class Prepared:
 
     def __init__(self, body: Body) -> None:
         place, arrays, _, values, result = body
-        given = [*map(id, map(_OBJ, arrays))]
-        self.repeatable: bool = len({*given}) == len(given) and True not in map(_READ, arrays)
+        held = [*map(id, map(_OBJ, (*arrays, *place.results)))]  # what the call may return beside constants
+        self.repeatable: bool = len({*held}) == len(held) and True not in map(_READ, arrays)
         self.device: int = place.device
         self._library = place.library
         self._device = self._library.device_reader()
@@ -230,20 +230,16 @@ class Prepared:
         self._is_capturing: Callable[[int], bool] = _never
         self._overlap_checks = _overlap_checks(place) if True in map(_WRITTEN, place.given) else ()
         self._make_results = self._library.result_maker(place.results) if place.results else None
-        constants = place.arrays + len(place.results)
-        self._number_steps(place.program, constants)
+        self._number_steps(place.program, len(held))
         if self._plan_key is not None:
             self._plan_argument = [*map(type, values)].index(Plan)
         picked: list[int] = []
         self._constants: list[Any] = []  # that the call returns
         for leaf in result if type(result) is tuple else (result,):
-            if type(leaf) is Buffer:
-                assert leaf.number is not None, "a body returns no scratch memory"
-                picked.append(leaf.number)
-            elif id(leaf) in given:
-                picked.append(given.index(id(leaf)))
+            if id(leaf) in held:
+                picked.append(held.index(id(leaf)))
             else:
-                picked.append(constants + len(self._constants))
+                picked.append(len(held) + len(self._constants))
                 self._constants.append(leaf)
         # Picks what the call returns from its arrays, its results and the constants.
         self._pick_result = picker(picked) if type(result) is tuple else itemgetter(*picked)
