@@ -7,7 +7,7 @@ folder of the GPU's records: for each kernel and kind of work a time for each am
 those of the least squares of relative errors, candidates near the fastest of their call counting most; then it goes
 down the gradient of what is to be small: how much slower the chosen candidate is than the fastest one. Where a choice
 of sparse attention is still slower by more than `EXCEPTION`, a row says how much less time the fastest takes for that
-call.
+call. The time of an index list is what 4096 of them take, less LAUNCH.
 
 What was measured on the other GPU alone, a kind of work, a kernel, or all of a GPU without such a record, has the times
 of that one, scaled: by the GPU's candidates of other kinds of that kernel, or, where it has none, by its other records.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recorded import FOLDERS, Measured, candidates, kernels_of, other_records
+from recorded import FOLDERS, Measured, candidates, kernels_of, other_records, us_of
 
 from cupy_mla.cuda.attention.divide import Division
 from cupy_mla.cuda.attention.problem import DenseProblem, Problem
@@ -31,6 +31,7 @@ from cupy_mla.cuda.attention.times import size_of, text_of
 TIMES = Path(__file__).resolve().parent.parent / "cupy_mla" / "cuda" / "attention" / "times"
 EXCEPTION = 0.04  # slower than the fastest, from which on a call is an exception
 NEAR = 3  # the power of (fastest / candidate) that a candidate's error counts with
+LAUNCH, MADE = 2.0, 4096  # us of a launch behind others in a graph; lists that cache_ops.py makes
 RECORDS = "candidates", "dense_candidates"
 # Kernels of which a record has few rows each: they are scaled alike.
 TOGETHER = dict.fromkeys(("dense_cluster_sm90", "dense_whole_sm90", "dense_sm90"), "dense kernels of 16-bit rows")
@@ -215,6 +216,12 @@ def at_load(name: str) -> bool:
     return "load" in name or "mean" in name
 
 
+def lists(name: str) -> tuple[float, float]:
+    """Microseconds of making index lists: the launch, and each; of the first GPU where they were not measured."""
+    us = us_of(name, "cache_ops", f"convert indices {MADE} x 2048")
+    return LAUNCH, float(f"{(us - LAUNCH) / MADE:.3g}")
+
+
 def write(name: str, source: str, fitted: Fitted, exceptions: Exceptions) -> None:
     """The module with these times."""
     lines = [f'"""What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from {source}."""', ""]
@@ -226,7 +233,8 @@ def write(name: str, source: str, fitted: Fitted, exceptions: Exceptions) -> Non
     lines += ["}", "", "# By `times.size_of` a call: a candidate that takes so many times as long as TIMES say.", ""]
     lines += ["EXCEPTIONS: dict[tuple[str, int, bool, bool, int, int, int, int], dict[str, float]] = {"]
     lines += [f"    {size!r}: {json.dumps(each)}," for size, each in exceptions.items()]
-    (TIMES / f"{name}.py").write_text("\n".join([*lines, "}", ""]))
+    lines += ["}", "", "# Of making index lists: the launch, and each list.", f"LISTS = {lists(name)}", ""]
+    (TIMES / f"{name}.py").write_text("\n".join(lines))
 
 
 def main() -> None:

@@ -115,6 +115,27 @@ def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
     yield from found.values()
 
 
+SHORT = {"v32_fp8": V32_FP8, "bf16": BF16_576}
+TOPK = 2048  # entries of a list of short_contexts.json, and rows that a block table can name
+
+
+def short_contexts(name: str) -> Iterator[tuple[DenseProblem, dict[str, float]]]:
+    """The calls of a GPU's short_contexts.json, and microseconds of both ways, "dense" and "lists"; none without it."""
+    path = FOLDERS[name] / "short_contexts.json"
+    if not path.exists():
+        return
+    gpu = gpu_of(json.loads((FOLDERS[name] / "candidates.json").read_text()))
+    for row in json.loads(path.read_text())["rows"]:
+        layout, us = SHORT[row["layout"]], {way: row[f"{way}_us"] for way in ("dense", "lists")}
+        yield DenseProblem(gpu, layout, row["h"], row["s_q"], row["b"], TOPK, TOPK, DENSE_BLOCK), us
+
+
+def us_of(name: str, record: str, case: str) -> float:
+    """What the row of that name took on a GPU; on the first one where there is no such record."""
+    path = next(path for of in (FOLDERS[name], RESULTS) if (path := of / f"{record}.json").exists())
+    return float(next(row["ours_us"] for row in json.loads(path.read_text())["rows"] if row["case"] == case))
+
+
 OTHERS = (
     "decode_batches", "small_prefill", "sparse_decode", "sparse_prefill", "portable", "dense_decode", "dense_fp8"
 )  # fmt: skip

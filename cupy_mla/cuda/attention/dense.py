@@ -27,8 +27,6 @@ from .kernels import (
 from .problem import DenseProblem, Problem
 
 LARGEST = 2**31 - 1  # int32
-# Microseconds to make index lists of slots: the launch, and each list.
-LISTS_US, LIST_US = 2.0, 0.006
 PORTABLE = ("portable", "portable_99kb")
 # The kernels by their names. A module has the functions that `kernels/__init__.py` lists, for a `DenseProblem`. Only
 # `launches(problem, division, params, plan)` differs: it takes `struct DenseParams`, and the call's plan or None.
@@ -82,7 +80,7 @@ def faster_than_lists(problem: DenseProblem) -> bool:
     dense, of_lists = choose_dense(problem), choose.choose(lists)
     if isinf(dense.us):
         return of_lists.kernel in PORTABLE
-    return dense.us < of_lists.us + LISTS_US + LIST_US * queries
+    return dense.us < of_lists.us + times.lists_us(problem.gpu, queries)
 
 
 @lru_cache(maxsize=choose.MAX_CHOICES)

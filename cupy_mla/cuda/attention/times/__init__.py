@@ -5,6 +5,7 @@ There is a module for each GPU; its name is a part of the GPU's. It has
     TIMES        by kernel and kind of work: what a unit of each amount of work takes (`kernels/work.py`)
     EXCEPTIONS   by call: factors on the times of candidates that TIMES prefers to others that were measured to be
         faster
+    LISTS        of making index lists of slots: the launch, and each list
 
 A GPU without a module has the times of `NEAREST`. If it is of another generation, the portable kernels alone serve it.
 If it is a Hopper GPU, its candidates are taken to compare as on that one.
@@ -64,6 +65,12 @@ def unit_times(gpu: Gpu, kernel: str, words: Words, names: tuple[str, ...]) -> t
 def text_of(words: Words) -> str:
     """A kind of work as a key of TIMES."""
     return " ".join(str(word) for word in words if word != "")
+
+
+def lists_us(gpu: Gpu, lists: int) -> float:
+    """How long it takes to make so many index lists of slots."""
+    launch, each = module_for(gpu).LISTS
+    return float(launch + each * lists)
 
 
 def microseconds(gpu: Gpu, kernel: str, work: Work) -> float:

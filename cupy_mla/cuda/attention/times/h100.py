@@ -220,3 +220,6 @@ EXCEPTIONS: dict[tuple[str, int, bool, bool, int, int, int, int], dict[str, floa
     ('v4_fp8', 512, False, True, 64, 1, 128, 1600): {"fp8_sm90 clusters(heads=32, splits=14, cluster=14)": 0.938},
     ('v4_fp8', 512, False, True, 64, 42, 64, 0): {"fp8_sm90 whole(heads=64)": 0.673},
 }
+
+# Of making index lists: the launch, and each list.
+LISTS = (2.0, 0.00788)

@@ -306,3 +306,6 @@ EXCEPTIONS: dict[tuple[str, int, bool, bool, int, int, int, int], dict[str, floa
     ('v4_fp8', 512, False, True, 12, 60, 128, 64): {"fp8_sm90 whole(heads=16)": 0.881},
     ('v4_fp8', 512, False, True, 64, 10, 128, 192): {"fp8_sm90 clusters(heads=32, splits=3, cluster=3)": 0.902},
 }
+
+# Of making index lists: the launch, and each list.
+LISTS = (2.0, 0.00592)
