@@ -215,3 +215,17 @@ def test_the_choice_is_explained(monkeypatch, capsys):
     monkeypatch.setenv("CUPY_MLA_EXPLAIN", "1")
     decode(BF16_576, 3, 16, 2)
     assert "dense decode of 16 heads over bf16 rows of 576, 3 x 2 queries, 6400 rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", [BF16_576, V32_FP8], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("offset", [0, 1, 4, 7])
+def test_queries_that_are_not_aligned(monkeypatch, layout, offset):
+    """Kernels for Hopper load 16 bytes of q at once: where it starts elsewhere, the portable kernel serves the call."""
+    gpu, kind, d = on(monkeypatch, 90, 132), Torch(), layout.d_qk
+    q = kind.put(np.zeros(5 * 16 * d + 8, BF16))[offset : offset + 5 * 16 * d].reshape(5, 1, 16, d)
+    odd = q.data_ptr() % 16 != 0
+    cache = np.zeros((3, 64, layout.last_axis), layout.dtype)
+    table, lens = np.zeros((5, 30), np.int32), np.zeros(5, np.int32)
+    cupy_mla.dense_decode(q, *map(kind.put, (cache, table, lens)), 0.04)
+    assert odd or offset == 0
+    assert (launched(gpu)[0][0].name == "portable") == odd
