@@ -72,7 +72,7 @@ def faster_than_lists(problem: DenseProblem) -> bool:
     """Whether a call should take less time than `sparse_decode` over index lists of all rows, and making those lists.
 
     True where only the portable kernel serves both, as on GPUs other than Hopper. It has no times for dense attention,
-    but on an H200 it took less time so in 62 of 64 batches of random sizes, over V32_FP8 and bf16 rows. False where
+    but mostly took less time so on an H200 (benchmarks/log/portable.md). False where
     that kernel serves dense attention alone.
     """
     queries = problem.requests * problem.tokens
