@@ -10,6 +10,9 @@
 // The launch overlaps the launch before it. Until that has ended, the producers find their work, and the consumers the
 // addresses of Q.
 //
+// What is exact: rows and Q are multiplied as they are. What is rounded: P, to bf16; results; partial
+// results, to float16 times a power of two for each line. Products and sums are float32 (bf16_sm90.cuh).
+//
 // grid: x = (query * head tiles + head tile) * CTAs of the cluster + rank.
 #include "attention/bf16_sm90.cuh"
 #include "attention/bf16_sm90/partials.cuh"

@@ -7,6 +7,9 @@
 // (count_twice). An ignored row has P = 0, but it is still multiplied by V, so a row that is not finite would spoil
 // the results of all queries. A group with such a result is left to the kernel that runs next.
 //
+// What is exact: rows and Q are multiplied as they are. What is rounded: P, to bf16; results. Products
+// and sums are float32 (bf16_sm90.cuh).
+//
 // grid: x persistent CTAs over query groups.
 #include "attention/bf16_sm90.cuh"
 #include "attention/grouped.cuh"

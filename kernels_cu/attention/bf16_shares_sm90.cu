@@ -6,6 +6,9 @@
 //                                             3. merge        2.      1. partial result for the CTA with the
 //                                                                        end of item 9
 //
+// What is exact: rows and Q are multiplied as they are. What is rounded: P, to bf16; results; partial
+// results, to float16 times a power of two for each line. Products and sums are float32 (bf16_sm90.cuh).
+//
 // grid: x CTAs.
 #include "attention/bf16_sm90.cuh"
 #include "attention/bf16_sm90/partials.cuh"

@@ -1,6 +1,9 @@
 // Sparse attention of flat bf16 rows on Hopper: a work item is 64 heads of a query. Pipeline and shared memory:
 // bf16_sm90.cuh.
 //
+// What is exact: rows and Q are multiplied as they are. What is rounded: P, to bf16; results. Products
+// and sums are float32 (bf16_sm90.cuh).
+//
 // grid: x persistent CTAs over queries x head tiles.
 #include "attention/bf16_sm90.cuh"
 

@@ -5,6 +5,9 @@
 //
 // The launch overlaps the launch before it. Until that has ended, the number of rows is not known.
 //
+// What is exact: rows and Q are multiplied as they are. What is rounded: P, to the rows' 16-bit type; results; partial
+// results, to float16 times a power of two for each line. Products and sums are float32 (bf16_sm90.cuh).
+//
 // grid: x = item * CTAs of the cluster + rank.
 #include "attention/dense_rows.cuh"
 

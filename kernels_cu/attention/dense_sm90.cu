@@ -3,6 +3,9 @@
 // splits (division/request_shares.cuh); dense_combine.cu merges the partial results. Pipeline and shared memory:
 // bf16_sm90.cuh.
 //
+// What is exact: rows and Q are multiplied as they are. What is rounded: P, to the rows' 16-bit type; results; partial
+// results, to float16 times a power of two for each line. Products and sums are float32 (bf16_sm90.cuh).
+//
 // grid: x CTAs.
 #include "attention/dense_rows.cuh"
 #include "attention/division/request_shares.cuh"

@@ -2,6 +2,9 @@
 // rows. (HEADS is 64; or 16 or 32 with padding to 64, so that few requests of many lines have more CTAs, which write
 // their results sooner.) Rows: dense_rows.cuh. Pipeline and shared memory: bf16_sm90.cuh.
 //
+// What is exact: rows and Q are multiplied as they are. What is rounded: P, to the rows' 16-bit type; results. Products
+// and sums are float32 (bf16_sm90.cuh).
+//
 // grid: x persistent CTAs over requests x tiles of their lines.
 #include "attention/dense_rows.cuh"
 
