@@ -53,7 +53,8 @@ def dense_decode(
 ) -> tuple[A, A]:
     """Attention of query tokens over all rows of their requests in a paged KV cache, split-KV.
 
-    The cache holds rows in layout V32_FP8, V4_FP8, PLAIN_FP8, V32_NVFP4, V4_NVFP4, bf16 or fp16.
+    The cache holds rows in layout V32_FP8, V4_FP8, V32_NOPE_FP8, V41_FP8, V41_FP8_SPLIT, PLAIN_FP8, V32_NVFP4,
+    V4_NVFP4, bf16 or fp16.
 
     Query i of a request's s_q sees rows 0 to n_i - 1 of the request; with `window` only the last `window` of these::
 
@@ -83,8 +84,8 @@ def dense_decode(
     Args:
         q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding. Over PLAIN_FP8 rows it may
             be float8_e4m3fn (or uint8 of the same bytes), over float16 rows it is float16.
-        k_cache: [num_blocks, block_size, (1,) 656 | 584] uint8 or float8_e4m3fn, or [..., 576 | 512] bfloat16, or
-            float8_e4m3fn or uint8 (PLAIN_FP8), or float16.
+        k_cache: [num_blocks, block_size, (1,) 656 | 584 | 528 | 384 | 352] uint8 or float8_e4m3fn, or [..., 576 | 512]
+            bfloat16, or float8_e4m3fn or uint8 (PLAIN_FP8), or float16. Rows of 528 and 384 bytes need `layout`.
             The block stride may exceed the block; for FP8 rows it must be a multiple of 16 bytes.
         block_table: [b, width] int32 blocks of each request.
         seq_lens: [b] int32 rows of each request, those of its s_q query tokens included.
