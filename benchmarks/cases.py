@@ -301,6 +301,16 @@ FORMATS = [
     Group("packing these rows, beside a copy of as many bytes", "formats", _beginning("pack"), 0.85, 0.85),
     Group("gathering these rows, beside a copy of as many bytes", "formats", _beginning("gather"), 0.85, 0.85),
 ]
+# Smaller rows beside the rows of V4 and V3.2: at most 3 % longer where arithmetic bounds, else less time.
+NEAREST = [
+    Group(f"{title}, beside our {near}", "formats", _beginning(f"{name} h "), 0.97, 0.97, ("near_us", "ours_us"))
+    for title, name, near in (
+        ("V41_FP8", "v41_fp8", "V4_FP8"),
+        ("V41_FP8 and V41_FP4", "v41_fp8+v41_fp4", "V4_FP8"),
+        ("V41_FP8_SPLIT", "v41_fp8_split", "V4_FP8"),
+        ("V32_NOPE_FP8", "v32_nope_fp8", "V32_FP8"),
+    )
+]
 SERVED = [
     *(
         Group(

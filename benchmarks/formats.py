@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cache_ops import Case, beside_copy, error_of, filling_slots, paged
-from cases import FORMATS, judge
+from cases import FORMATS, NEAREST, judge
 from decode_batches import give_lengths
 from harness import SETS, Options, Record, flash_mla_peer, load_kernels, peer_name, time_side_by_side
 from inputs import PLACE, insert, layout_cache, normal, random_slots
@@ -216,7 +216,7 @@ def main() -> None:
             attend(record, peer, of, size)
     for name, layout in MOVED.items():
         move(record, name, layout)
-    judge(FORMATS, record.rows)
+    judge([*FORMATS, *NEAREST], record.rows)
     print(record.write())
 
 

@@ -25,6 +25,7 @@ from cases import (
     INDEXER,
     INDEXER_V41,
     LAYER,
+    NEAREST,
     PORTABLE,
     PREFILL,
     SERVED,
@@ -45,7 +46,7 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 GROUPS = [
     *PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *DENSE_FP8, *DENSE_BANDWIDTH, *SHORT_CONTEXTS, *FORMATS,
-    *CACHE_OPS, *PORTABLE, *INDEXER, *INDEXER_V41, *SERVED, *LAYER, *TRAINING,
+    *NEAREST, *CACHE_OPS, *PORTABLE, *INDEXER, *INDEXER_V41, *SERVED, *LAYER, *TRAINING,
 ]  # fmt: skip
 NOT_MEASURED = "Not measured yet."
 KERNEL_ROWS = {

@@ -270,6 +270,11 @@ def test_rows_of_formats(harness, module):
         names += [f"{work} {layout} tokens 9" for layout in program.MOVED for work in ("pack", "gather")]
         for name in names:
             assert sum(group.holds(name, cases.numbers(name)) for group in cases.FORMATS) == 1, name
+        for size, name in zip(rows, names, strict=False):
+            held = [group for group in cases.NEAREST if group.holds(name, cases.numbers(name))]
+            assert len(held) == (size["format"].startswith(("v41_", "v32_nope"))), name
+    row = {"case": "v41_fp8 h 8 b 4 topk 128+1024 lengths", "ours_us": 4.0, "near_us": 3.0, "ratio": 2.25}
+    assert [ratio for group in cases.NEAREST for ratio in cases.of_group(group, [row])] == [0.75]
 
 
 def on_cpu() -> Any:
