@@ -206,7 +206,13 @@ INDEXER = [
     Group("indexer: portable kernel's logits", "indexer", _beginning("portable_"), 0.35, 0.25),
 ]
 INDEXER_V41 = [
-    Group("V4.1's index: logits of candidates, beside dense ones", "indexer_v41", _beginning("candidates"), 5.0, 3.0),
+    *(
+        Group(
+            f"V4.1's index: logits of candidates of {title} keys, beside dense ones", "indexer_v41",
+            lambda case, n, keys=keys: case.startswith("candidates") and n["context"] == keys, 5.0, 3.0,
+        )
+        for title, keys in (("128 K", 1 << 17), ("1 M", 1 << 20))
+    ),
     Group(
         "V4.1's index: logits over more than 1 GB of MXFP4 keys, beside FP8 keys", "indexer_v41", _beginning("mxfp4"),
         1.2, 1.0, keeps=lambda row: row["keys_gb"] > 1,
