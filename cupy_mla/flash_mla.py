@@ -340,6 +340,11 @@ def layout_of(kv_format: Any) -> str | None:
     """The layout that `kv_format` names, or a layout's own name."""
     if kv_format is None:
         return None
+    if isinstance(kv_format, str) and kv_format.lower() in (layout.name for layout in layouts.EXTRA_LAYOUTS):
+        raise ValueError(
+            f"kv_format: {kv_format!r} is a format of extra caches alone: give such a cache as extra_k_cache, "
+            'beside k_cache with kv_format="V41"'
+        )
     require_choice("kv_format", kv_format, (*KV_FORMATS, *layouts.names()))
     return KV_FORMATS.get(kv_format, kv_format)
 

@@ -559,5 +559,8 @@ def test_a_layout_must_be_named():
         cupy_mla.flash_mla_with_kvcache(q, cache, None, None, 512, schedule, indices=indices)
     with pytest.raises(ValueError, match=r"^kv_format: 'v32_fp8' was asked for, k_cache is v32_nope_fp8 of 512"):
         cupy_mla.flash_mla_with_kvcache(q, cache, None, None, 512, schedule, indices=indices, kv_format="V32")
+    for name in ("V41_FP4", "v41_fp4", "v41_fp4_split"):
+        with pytest.raises(ValueError, match=f"^kv_format: '{name}' is a format of extra caches .* as extra_k_cache, "):
+            cupy_mla.flash_mla_with_kvcache(q, cache, None, None, 512, schedule, indices=indices, kv_format=name)
     with pytest.raises(ValueError, match=r"^kv_format must be one of \('V32', 'V32_NO_ROPE', 'V4', 'V41', 'bf16'"):
         cupy_mla.flash_mla_with_kvcache(q, cache, None, None, 512, schedule, indices=indices, kv_format="V5")
