@@ -9,6 +9,9 @@
 //                the scale of each of its chunks, and has 16 loads under way
 //     store      16 bytes of bf16 a chunk; neighbouring lanes store neighbouring chunks
 //
+// Exact: bf16 values, and codes times their power-of-two or e4m3 scales, whose products have at most six bits. Rounded,
+// once, to bf16: only products that over- or underflow it.
+//
 // A token whose block does not exist becomes a row of zeros. Nothing is written beyond a request's rows in dst.
 // Shared memory: 8 bytes a thread. A CTA of 256 threads has 8 x 4 x 584 bytes (V4_FP8) under way.
 #include "rows/block_table.cuh"
@@ -66,7 +69,6 @@ __device__ __forceinline__ Copy find_copy(const GatherTailParams& p, int first_r
     return copy;
 }
 
-// Exact, unless a value over- or underflows bfloat16.
 __device__ __forceinline__ Vec16 dequantize_chunk(const Codes& codes, uint32_t scale) {
     return dequantize_codes(codes, SCALE_E4M3 ? e4m3_to_float(scale) : ue8m0_to_float(scale & 0xffu));
 }

@@ -3,6 +3,9 @@
 //   one warp     a row: divides its slot once. Lane l loads and stores values l, l + 32, and so on, so that
 //                neighbouring lanes have neighbouring values. All loads of a row are under way together
 //
+// Exact: bf16 and e4m3 values without a scale, and codes times power-of-two or e4m3 scales, unless they over- or
+// underflow float32. Rounded, once, to float32: e4m3 codes times float32 scales (V32_FP8, V32_NOPE_FP8, PLAIN_FP8).
+//
 // A load is of one or two bytes, so rows may start anywhere that allows it. A slot that is negative or beyond the
 // cache becomes a row of zeros. No shared memory.
 #include "rows/call_scale.cuh"

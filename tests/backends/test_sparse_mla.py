@@ -6,7 +6,9 @@ oracle see the same numbers.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +25,8 @@ from cupy_mla.metadata.sparse_mla import SparseMLAMetadataBuilder
 from cupy_mla.ops.attention import planned_decode
 from tests import oracle, oracle_indices
 from tests.cases import latent, queries, sinks
-from tests.kinds import BF16, NumPy, gapped, poisoned
+from tests.fake_gpu import FakeGPU
+from tests.kinds import BF16, NumPy, Torch, gapped, poisoned
 
 BLOCK_SIZE, MAX_MODEL_LEN, TOPK = 8, 48, 20
 SCALE = 0.07
@@ -391,6 +394,31 @@ def test_groups_convert_on_a_side_stream(kind, rng) -> None:
         groups.put(0, chosen)
     for layer in range(3):
         assert_result(kind.take(engine.impl.forward_mqa(q, cache, metadata, groups.get(layer))), step.want)
+
+
+def test_groups_wait_where_streams_differ(rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event is recorded on the stream of the conversion; each layer's `get` on another one waits for it."""
+    pytest.importorskip("torch")
+    step, kind, events = make_step(rng, 16, [1] * 5), Torch(), []
+    engine = Engine(kind, "bf16", 16)
+    metadata, chosen = engine.builder.build(step.batch), kind.put(step.topk_indices)
+    gpu = FakeGPU(monkeypatch)
+    runtime = SimpleNamespace(
+        eventRecord=lambda event, stream: events.append(("record", event, stream)),
+        streamWaitEvent=lambda stream, event: events.append(("wait", event, stream)),
+    )
+    cuda = SimpleNamespace(
+        runtime=runtime, Device=lambda device: nullcontext(), Event=lambda disable_timing: SimpleNamespace(ptr=7)
+    )
+    monkeypatch.setattr(index_groups, "require_cupy", lambda why: SimpleNamespace(cuda=cuda))
+    groups = IndexGroups(engine.impl.config, layer_sources(3, [0]), Place("torch", 0))
+    groups.build(metadata)
+    gpu.stream = 1
+    groups.put(0, chosen)
+    for layer, gpu.stream in enumerate((1, 2, 3)):
+        groups.get(layer)
+    forget_calls()
+    assert events == [("record", 7, 1), ("wait", 7, 2), ("wait", 7, 3)]
 
 
 def test_groups_refuse_what_does_not_fit(rng) -> None:
