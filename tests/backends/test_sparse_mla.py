@@ -19,6 +19,7 @@ from cupy_mla.backends import index_groups, sparse_mla
 from cupy_mla.backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from cupy_mla.backends.workspace import Workspace
 from cupy_mla.bridges import Place, describe
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.metadata.batch import BatchMetadata
 from cupy_mla.metadata.indexer import IndexerMetadataBuilder
 from cupy_mla.metadata.sparse_mla import SparseMLAMetadataBuilder
