@@ -11,8 +11,8 @@ of them are measured, the others are stopped:
 - tokens: greedy continuations of prompts of 7 to 3000 tokens, compared one by one under the same text: where ours
   chooses another token than stock, that counts as one apart, and it goes on from stock's text. `gap_apart` is the
   largest difference of the two best log-probabilities at such places, `texts_equal` the number of prompts without one.
-- `_alone`, of DeepSeek-V4: the tokens of the same engine that serves one prompt after the other, not all at once. That
-  rounds otherwise, and a rounding may give a token another expert.
+- `_alone`, of DeepSeek-V4 and V4.1: the tokens of the same engine that serves one prompt after the other, not all at
+  once. That rounds otherwise, and a rounding may give a token another expert.
 - log-probabilities of all prompt tokens: mean distance from the same engine with attention in float32, and
   `logprob_error_noise`, the standard error of the difference of the two means. `_within_topk`: of tokens whose indexer
   has nothing to choose.
@@ -41,9 +41,10 @@ Engines of one layer can be compared token by token. With more layers rounding c
 
 `--merge` makes one record of runs beside each other, on a GPU each, say, with OUT of their own: FOLDERs.
 
-The models are DeepSeek-V3.2 and, where the name of a setting says so, DeepSeek-V3 (no indexer) and DeepSeek-V4 with one
-layer of each kind. V4, and GPUs that share rows, need TileLang, CuTe DSL and a newer NCCL, in whose place both engines
-have `vllm_stand_ins.py`. These have no engine in float32 beside them.
+The models are DeepSeek-V3.2 and, where the name of a setting says so, DeepSeek-V3 (no indexer), DeepSeek-V4 with one
+layer of each kind, and DeepSeek-V4.1 with six layers, which share compressed rows, lists and candidate blocks. V4, V4.1
+and GPUs that share rows need TileLang, CuTe DSL and a newer NCCL, in whose place both engines have `vllm_stand_ins.py`.
+These have no engine in float32 beside them. `--only "DeepSeek-V4 "` leaves V4.1 out.
 """
 
 from __future__ import annotations
@@ -98,13 +99,14 @@ VARIANTS = ("stock", "ours", "float32")
 STOCK_SHARES_BELOW = 32  # heads of a GPU: vLLM's MIN_HEADS_FOR_BF16_PREFILL
 MOST_REQUESTS, MOST_TOKENS = 64, 4096  # of an engine; the latter of a batch and of a sequence
 V4_WINDOW, V4_BLOCK = 128, 256  # tokens
+V41_CANDIDATES = 128  # blocks of 8 keys: of half of them where a sequence has 2048
 
 
 class Setting(NamedTuple):
     """An engine.
 
     Attributes:
-        family: of the model: "V3.2", "V3" (dense) or "V4" (with `place` "override").
+        family: of the model: "V3.2", "V3" (dense), or "V4" and "V4.1" (with `place` "override").
         mode: "graphs" (CUDA graphs of decodes), "compiled" (vLLM's default: torch.compile and all graphs) or "eager".
         place: CUPY_MLA_VLLM of the plug-in's process.
         speed: whether decode is timed.
@@ -154,7 +156,12 @@ class Setting(NamedTuple):
     @property
     def stands_in(self) -> bool:
         """Whether vLLM needs packages that are not there."""
-        return self.family == "V4" or self.sharing > 1
+        return self.of_v4 or self.sharing > 1
+
+    @property
+    def of_v4(self) -> bool:
+        """Whether layers have sliding windows, and rows of a compressed cache beside them."""
+        return self.family in ("V4", "V4.1")
 
 
 def serving(setting: Setting, speculation: int = 0) -> Setting:
@@ -183,6 +190,7 @@ SETTINGS = (
     Setting("auto", 16, 2, 0, "eager", two_gpus=False, family="V3"),
     Setting("fp8", 64, 3, 512, "graphs", "override", two_gpus=False, family="V4"),
     Setting("fp8", 64, 3, 512, "eager", "override", two_gpus=False, family="V4"),
+    Setting("fp8", 64, 6, 512, "graphs", "override", two_gpus=False, family="V4.1"),
 )
 
 
@@ -200,6 +208,7 @@ def layers_of(setting: Setting, gpus: int) -> list[Any]:
     """What the plug-in is told of an engine's layers: a config of each kind."""
     from cupy_mla.config import RATIOS
     from cupy_mla.integrations.vllm import warm
+    from cupy_mla.typing import ModelKind
 
     guessing = SimpleNamespace(num_speculative_tokens=setting.speculation) if setting.speculation else None
     engine = SimpleNamespace(
@@ -211,8 +220,9 @@ def layers_of(setting: Setting, gpus: int) -> list[Any]:
         speculative_config=guessing, parallel_config=None,
     )  # fmt: skip
     heads, fp8 = setting.heads // gpus * min(setting.sharing, gpus), "fp8" in setting.cache
-    if setting.family == "V4":
-        return [warm.v4_layers_of(engine, heads, ratio, "v4") for ratio in RATIOS["v4"]]
+    if setting.of_v4:
+        kind: ModelKind = "v4" if setting.family == "V4" else "v41"
+        return [warm.v4_layers_of(engine, heads, ratio, kind) for ratio in RATIOS[kind]]
     if setting.family == "V3":
         return [warm.dense_layers_of(engine, heads, fp8)]
     return [warm.layers_of(engine, heads, setting.topk, "v32_fp8" if fp8 else "bf16", rope=True)]
@@ -271,16 +281,17 @@ def start(setting: Setting, variant: str, model: str, tensor_parallel: int) -> A
     eager = setting.mode == "eager" or variant in ("float32", "alike")
     guessing: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": setting.speculation}
     guessing |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    v4 = setting.family == "V4"
     return LLM(
-        model, load_format="random" if v4 else "auto", skip_tokenizer_init=True, max_model_len=MOST_TOKENS,
+        model, load_format="random" if setting.of_v4 else "auto", skip_tokenizer_init=True, max_model_len=MOST_TOKENS,
         max_num_batched_tokens=MOST_TOKENS, max_num_seqs=MOST_REQUESTS, tensor_parallel_size=tensor_parallel,
         decode_context_parallel_size=sharing_of(setting, variant, tensor_parallel), kv_cache_dtype=setting.cache,
-        block_size=V4_BLOCK if v4 else 64, enable_prefix_caching=setting.traffic, gpu_memory_utilization=0.04,
-        kv_cache_memory_bytes=setting.layers * KV_BYTES, enforce_eager=eager, seed=0, max_logprobs=2,
+        block_size=V4_BLOCK if setting.family == "V4" else 64, enable_prefix_caching=setting.traffic,
+        gpu_memory_utilization=0.04, kv_cache_memory_bytes=setting.layers * KV_BYTES, enforce_eager=eager, seed=0,
+        max_logprobs=2,
         disable_custom_all_reduce=tensor_parallel > 1,
         **({} if eager else {"compilation_config": graphs}),
-        **({"kernel_config": {"enable_jit_warmup": False}} if v4 else {}),  # it would import TileLang
+        **({"kernel_config": {"enable_jit_warmup": False}} if setting.of_v4 else {}),  # it would import TileLang
+        **({"limit_mm_per_prompt": {"image": 0}} if setting.family == "V4.1" else {}),
         **({"attention_backend": "CUSTOM"} if selected else {}),
         **({"speculative_config": guessing} if setting.speculation else {}),
     )  # fmt: skip
@@ -759,7 +770,7 @@ def compare_results(setting: Setting, engines: dict[str, Engine], rows: list[Row
     row: Row = {"setting": str(setting), "start_s_ours": ours.seconds, "start_s_stock": stock.seconds}
     if setting.compared:
         row |= compare(ours, stock)
-        for variant in ("ours", "stock") if setting.family == "V4" else ():
+        for variant in ("ours", "stock") if setting.of_v4 else ():
             same = compare(engines[variant], engines[variant], alone=True)
             row[f"tokens_equal_alone_{variant}"] = same["tokens_equal"]
             row[f"gap_apart_alone_{variant}"] = same["gap_apart"]
@@ -980,14 +991,15 @@ def keep(out: Path, here: Path, caches: bool) -> None:
 
 
 def write_model(tiny: Any, folder: Path, setting: Setting) -> None:
-    """A setting's model: a checkpoint, or of V4 its configuration alone, whose weights vLLM makes up.
+    """A setting's model: a checkpoint, or of V4 and V4.1 its configuration alone, whose weights vLLM makes up.
 
     Args:
         tiny: the pack's module that writes DeepSeek-V3.2.
     """
-    if setting.family == "V4":
+    if setting.of_v4:
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(v4_config(setting)))
+        config = v4_config(setting) if setting.family == "V4" else v41_config(setting)
+        (folder / "config.json").write_text(json.dumps(config))
         return
     tiny.write(folder, heads=setting.heads, topk=setting.topk or 512, layers=setting.layers)
     if setting.family == "V3":
@@ -1000,6 +1012,35 @@ def write_model(tiny: Any, folder: Path, setting: Setting) -> None:
         weights = load_file(folder / "model.safetensors")
         weights = {name: weight for name, weight in weights.items() if ".indexer." not in name}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def v41_config(setting: Setting) -> dict[str, Any]:
+    """Of a DeepSeek-V4.1 without images and n-gram tables; as `v4_config`.
+
+    A layer with a sliding window, then two groups that share compressed rows, of two tokens each and of one. In the
+    second group one layer leaves candidate blocks, and a later one chooses among them.
+    """
+    text = {
+        "model_type": "deepseek_v41", "vocab_size": VOCABULARY, "hidden_size": 512, "moe_intermediate_size": 256,
+        "q_lora_rank": 256, "num_hidden_layers": setting.layers, "num_attention_heads": setting.heads,
+        "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "o_groups": 8, "o_lora_rank": 256,
+        "sliding_window": V4_WINDOW, "compress_ratios": [0, *[2] * 2, *[1] * (setting.layers - 3)],
+        "kv_source_layer_ids": [1, 3], "index_source_layer_ids": [1, 3, 5], "candidate_source_layer_id": 3,
+        "candidate_topk_blocks": V41_CANDIDATES, "candidate_block_size": 8, "index_n_heads": 32, "index_head_dim": 128,
+        "index_topk": setting.topk, "max_position_embeddings": 16384, "rope_theta": 10000.0,
+        "compress_rope_theta": 160000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu", "hc_mult": 4,
+        "hc_sinkhorn_iters": 2, "hc_eps": 1e-6, "num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1,
+        "norm_topk_prob": True, "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 1.0, "swiglu_limit": 10.0,
+        "topk_method": "noaux_tc", "expert_dtype": "bf16", "num_nextn_predict_layers": 0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 1024, "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    }  # fmt: skip
+    return {
+        "architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "dtype": "bfloat16",
+        "bos_token_id": 0, "eos_token_id": 1, "text_config": text,
+    }  # fmt: skip
 
 
 def v4_config(setting: Setting) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """What vLLM takes from TileLang, CuTe DSL and a newer NCCL, by torch and Triton, and a loader of random weights.
 
-These packages are larger than all of vLLM that is packed. DeepSeek-V4's hyper-connections come from TileLang, its
-compressor from CuTe DSL, as does the merge of what ranks choose that share rows (decode context parallelism). What
-these ranks attend is added up by vLLM's PyNccl, which needs a later NCCL than torch 2.11 has. None of that is
-attention. With `VLLM_STAND_INS=1` vLLM's own torch operations and Triton kernels of the same results run instead, ours
-and vLLM's engine alike; `vllm_engine.py` has vLLM load this as a plug-in, in each process.
+These packages are larger than all of vLLM that is packed. DeepSeek-V4's and V4.1's hyper-connections come from
+TileLang, V4's compressor from CuTe DSL, as does the merge of what ranks choose that share rows (decode context
+parallelism). What these ranks attend is added up by vLLM's PyNccl, which needs a later NCCL than torch 2.11 has. None
+of that is attention. With `VLLM_STAND_INS=1` vLLM's own torch operations and Triton kernels of the same results run
+instead, ours and vLLM's engine alike; `vllm_engine.py` has vLLM load this as a plug-in, in each process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def register() -> None:
     mhc = importlib.import_module("vllm.model_executor.kernels.mhc.tilelang")
     vars(mhc).update(
         mhc_pre_tilelang=pre, mhc_pre_broadcast_tilelang=pre_of_one, mhc_fused_post_pre_tilelang=post_and_pre,
-        mhc_post_tilelang=reference("post"), hc_head_fused_kernel_tilelang=head,
+        mhc_post_tilelang=reference("post"), hc_head_fused_kernel_tilelang=head, mhc_pre_delayed_tilelang=delayed_pre,
+        mhc_fused_post_pre_delayed_tilelang=delayed_post_and_pre,
     )  # fmt: skip
     compressor: Any = ModuleType("vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl")
     compressor._SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL = compress
@@ -40,7 +41,7 @@ def register() -> None:
     register_loader()
 
 
-# --- DeepSeek-V4's hyper-connections and compressor -----------------------------------------------------------
+# --- DeepSeek-V4's and V4.1's hyper-connections, V4's compressor ----------------------------------------------
 
 
 def reference(part: str) -> Any:
@@ -77,6 +78,24 @@ def post_and_pre(
     """A sublayer's output joins the streams, and the next one's input is taken of them."""
     residual = reference("post")(x, residual, post_mix, comb_mix)
     return residual, *pre(residual, *coefficients, **more)
+
+
+def delayed_pre(
+    residual: torch.Tensor, *coefficients: Any, norm_weight: torch.Tensor, norm_eps: float = 1e-6, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `pre`, of V4.1: the input is mixed as the sublayer before said, and the mix for the next one comes last."""
+    post_mix, comb_mix, x, next_mix = reference("pre_delayed")(residual, *coefficients, **more)
+    return post_mix, comb_mix, rms_norm(x, norm_weight, norm_eps), next_mix
+
+
+def delayed_post_and_pre(
+    x: torch.Tensor, residual: torch.Tensor, post_mix: torch.Tensor, comb_mix: torch.Tensor, *coefficients: Any,
+    capture_aux: bool = False, **more: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """As `post_and_pre`, of V4.1; the last result is the mean of the streams, for draft models."""
+    residual = reference("post")(x, residual, post_mix, comb_mix)
+    aux = residual.mean(1) if capture_aux else residual[:0, 0]
+    return residual, *delayed_pre(residual, *coefficients, **more), aux
 
 
 def head(

@@ -1212,7 +1212,7 @@ def test_settings_of_other_models(module, tmp_path):
     """Each is told by its name; DeepSeek-V4 has all kinds of layers, DeepSeek-V3 has no indexer."""
     pytest.importorskip("torch", reason="torch is not installed, which the plug-in imports")
     program = module("vllm_engine")
-    of_v4 = program.chosen_settings(["DeepSeek-V4"], 1)
+    of_v4 = program.chosen_settings(["DeepSeek-V4 "], 1)
     assert {setting.mode for setting in of_v4} == {"graphs", "eager"}
     assert all(setting.compared and setting.stands_in and not setting.has_exact for setting in of_v4)
     assert all(setting.place == "override" for setting in of_v4)
@@ -1230,6 +1230,32 @@ def test_settings_of_other_models(module, tmp_path):
     assert not any(setting in program.chosen_settings([""], 2) for setting in (*of_v4, *dense))
     names = [str(setting) for setting in program.SETTINGS]
     assert len(set(names)) == len(names)
+
+
+def test_settings_of_v41(module, tmp_path):
+    """Layers of all ratios, of which some share compressed rows, lists and candidate blocks."""
+    pytest.importorskip("torch", reason="torch is not installed, which the plug-in imports")
+    program = module("vllm_engine")
+    (setting,) = program.chosen_settings(["DeepSeek-V4.1"], 1)
+    assert (setting.compared, setting.stands_in, setting.has_exact, setting.place) == (True, True, False, "override")
+    assert setting not in program.chosen_settings([""], 2)
+    configs = program.layers_of(setting, 1)
+    assert [(config.model, config.compress_ratio) for config in configs] == [("v41", 0), ("v41", 1), ("v41", 2)]
+    program.write_model(None, tmp_path / "v41", setting)
+    written = json.loads((tmp_path / "v41" / "config.json").read_text())
+    text = written["text_config"]
+    ratios, layers = text["compress_ratios"], text["num_hidden_layers"]
+    assert len(ratios) == layers == setting.layers
+    assert {*ratios} == {config.compress_ratio for config in configs}
+    keys, lists = text["kv_source_layer_ids"], text["index_source_layer_ids"]
+    assert {*keys} < {*lists} < {layer for layer, ratio in enumerate(ratios) if ratio}
+    for layer, ratio in enumerate(ratios):  # each has the compressed rows of a source of its ratio
+        assert not ratio or ratios[max(source for source in keys if source <= layer)] == ratio
+    source = text["candidate_source_layer_id"]
+    assert source in keys
+    assert any(layer > source and layer not in keys for layer in lists), "one chooses among candidates"
+    assert text["index_topk"] < 8 * text["candidate_topk_blocks"] < max(program.PROMPTS), "not all keys are candidates"
+    assert text["candidate_block_size"] == 8
 
 
 def test_kernels_of_all_layers_are_compiled_once(module, monkeypatch, capsys):

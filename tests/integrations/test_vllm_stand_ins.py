@@ -79,6 +79,35 @@ def test_the_first_layer_has_equal_streams(stand_ins, monkeypatch):
     assert torch.allclose(out, torch.tensor([[3.0, 8.0]]) / 12.5**0.5)
 
 
+def test_inputs_are_mixed_as_the_sublayer_before_said(stand_ins, rng, monkeypatch):
+    """DeepSeek-V4.1's, beside float64; the mixes are vLLM's own reference's, of which this has none."""
+
+    def mixes(residual, fn, *, pre_mix=None, x=None):
+        mixed = residual[:, 0] if pre_mix is None else (pre_mix[..., None] * residual).sum(1)
+        return "post", "comb", mixed, "next"
+
+    def post(x, residual, post_mix, comb_mix):
+        return residual + x[:, None]
+
+    monkeypatch.setattr(stand_ins, "reference", lambda part: {"pre_delayed": mixes, "post": post}[part])
+    x, residual, weight = rng.standard_normal((T, 8)), rng.standard_normal((T, 4, 8)), rng.standard_normal(8)
+    mix = rng.random((T, 4))
+    given = [torch.tensor(each, dtype=torch.float32) for each in (x, residual, weight, mix)]
+    streams, *parts, aux = stand_ins.delayed_post_and_pre(
+        given[0], given[1], None, None, "fn", pre_mix=given[3], norm_weight=given[2], norm_eps=1e-3, capture_aux=True
+    )
+    assert (parts[0], parts[1], parts[3]) == ("post", "comb", "next")
+    want = residual + x[:, None]
+    mixed = (mix[..., None] * want).sum(1)
+    normed = mixed / np.sqrt((mixed**2).mean(1, keepdims=True) + 1e-3) * weight
+    assert np.allclose(streams.numpy(), want, atol=1e-6)
+    assert np.allclose(parts[2].numpy(), normed, atol=1e-5)
+    assert np.allclose(aux.numpy(), want.mean(1), atol=1e-6)
+    *_, first, _ = stand_ins.delayed_pre(given[1], "fn", norm_weight=torch.ones(8), norm_eps=1e-3)
+    mixed = residual[:, 0]
+    assert np.allclose(first.numpy(), mixed / np.sqrt((mixed**2).mean(1, keepdims=True) + 1e-3), atol=1e-5)
+
+
 def test_random_weights_are_the_same_everywhere(stand_ins):
     like = torch.empty(64, 256, dtype=torch.bfloat16)
     first, again, other = (stand_ins.weight_of(name, like) for name in ("a.weight", "a.weight", "b.weight"))
