@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from ..bridges import Library, library_of_class
 from ..cuda.attention.choose import VARIABLE as ATTENTION_KERNELS
-from ..cuda.attention.choose import forced
 from ..cuda.logits import VARIABLE as INDEXER_KERNELS
 from ..cuda.program import ALIGNMENT, Plan
 from ..cuda.structs import picker
@@ -25,13 +24,8 @@ from ..private import environment_snapshots
 Key = tuple[Any, ...]
 
 
-_kernels: Callable[[], tuple[Any, ...]] = environment_snapshots(ATTENTION_KERNELS, INDEXER_KERNELS)
-
-
-def process_settings() -> tuple[Any, ...]:
-    """The settings of the process that calls depend on: what `cupy_mla.forced` and the environment force. Read at every
-    call."""
-    return forced.names, _kernels()
+# Reads what the environment forces.
+forced_by_environment: Callable[[], tuple[Any, ...]] = environment_snapshots(ATTENTION_KERNELS, INDEXER_KERNELS)
 
 
 class Partition(NamedTuple):
@@ -82,7 +76,7 @@ def key_of(head: tuple[Any, ...], partition: Partition, values: Sequence[Any]) -
     """A call's key, and what was read of its arrays.
 
     Args:
-        head: `process_settings`, the number of positional arguments, and the names of the others.
+        head: what is forced in the process, the number of positional arguments, and the names of the others.
         partition: of the arguments.
         values: all arguments, in that order.
 

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 from .. import arrays
 from ..bridges import Comparison, library_of
+from ..cuda.attention.choose import forced
 from ..cuda.kernel import Kernel
 from ..cuda.program import ALIGNMENT, Launch
 from .graph import launch_graph
-from .key import Key, Partition, Remembered, key_of, partition_of, process_settings
+from .key import Key, Partition, Remembered, forced_by_environment, key_of, partition_of
 from .prepared import Prepared, run_body
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -128,7 +129,7 @@ def operation(function: Operation) -> Operation:
         if traced_by_torch():
             return in_graph(name)(*args, **kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
-        now = process_settings()
+        now = forced.names, forced_by_environment()  # settings of the process that calls depend on
         if recents and not arrays.CHECK_VALUES:
             types = [*kwargs, *map(type, values)]
             for recent in recents:
@@ -146,7 +147,7 @@ class _Recent:
     """A call on a GPU that others are compared with.
 
     Attributes:
-        process: its `process_settings`.
+        process: what was forced in the process.
         types: names of its keyword arguments, and the types of all arguments.
         settings: the values of the arguments that are neither arrays nor plans.
         arrays_of, settings_of: as of `Partition`.
