@@ -83,14 +83,14 @@ class Body(NamedTuple):
         place: the call's place, which has the program.
         arrays: descriptions of the caller's arrays.
         addresses: theirs.
-        values: all arguments, with the descriptions in the arrays' places.
+        types: of all arguments.
         result: what the body returned: an argument, a result, a constant, or a tuple of these.
     """
 
     place: CallPlace
     arrays: Sequence[Array]
     addresses: list[int]
-    values: Sequence[Any]
+    types: tuple[Any, ...]
     result: Any
 
 
@@ -132,7 +132,7 @@ def run_body(
     values = partition.with_others((*values, *arrays))
     by_place = len(values) - keywords
     result = function(*values[:by_place], **dict(zip(names[by_place:], values[by_place:], strict=True)))
-    return Body(place, arrays, addresses, values, result)
+    return Body(place, arrays, addresses, partition.types, result)
 
 
 # The bytes of an array: its number; from its address to its first byte, and to the byte behind its last; its name.
@@ -219,7 +219,7 @@ class Prepared:
     _scratch_bytes = 0
 
     def __init__(self, body: Body) -> None:
-        place, arrays, _, values, result = body
+        place, arrays, _, types, result = body
         held = [*map(id, map(_OBJ, (*arrays, *place.results)))]  # what the call may return beside constants
         self.repeatable: bool = len({*held}) == len(held) and True not in map(_READ, arrays)
         self.device: int = place.device
@@ -232,7 +232,7 @@ class Prepared:
         self._make_results = self._library.result_maker(place.results) if place.results else None
         self._number_steps(place.program, len(held))
         if self._plan_key is not None:
-            self._plan_argument = [*map(type, values)].index(Plan)
+            self._plan_argument = types.index(Plan)
         picked: list[int] = []
         self._constants: list[Any] = []  # that the call returns
         for leaf in result if type(result) is tuple else (result,):
