@@ -411,4 +411,4 @@ def _dense_with_kvcache(
     _require_planned(planned, _shapes(q, k_cache, None, causal=causal))
     scale = None if softmax_scale is None else require_scale("softmax_scale", softmax_scale)
     given = dense.Given(q, k_cache, block_table, cache_seqlens, **others)
-    return dense.decode(given, scale, dense.Sees(causal), num_splits, batch_invariant, door, plan)
+    return dense.decode(given, scale, causal, None, num_splits, batch_invariant, door, plan)

@@ -113,26 +113,6 @@ def sparse_prefill(
         >>> lse.shape, round(float(lse[0, 0]), 4)  # log 2
         ((1, 2), 0.6931)
     """
-    given = GivenPrefill(q, kv, indices, attn_sink, topk_length, out, q_scale, k_scale)
-    return prefill(given, sm_scale, d_v)
-
-
-class GivenPrefill(NamedTuple):
-    """The arrays of a prefill as a front door gets them."""
-
-    q: Any
-    kv: Any
-    indices: Any
-    attn_sink: Any = None
-    topk_length: Any = None
-    out: Any = None
-    q_scale: Any = None
-    k_scale: Any = None
-
-
-def prefill(given: GivenPrefill, sm_scale: float, d_v: int) -> tuple[Any, Any, Any]:
-    """The body of `sparse_prefill`, for the front doors, too."""
-    q, kv, indices, attn_sink, topk_length, out, q_scale, k_scale = given
     require_known()
     place, (q_, kv_, idx) = bind(q=q, kv=kv, indices=indices)
     sink, length, out_ = place.optional(attn_sink=attn_sink, topk_length=topk_length, out=out)
@@ -144,7 +124,7 @@ def prefill(given: GivenPrefill, sm_scale: float, d_v: int) -> tuple[Any, Any, A
     require_q(q_, layout, s_q, h_q, d_qk)
     kv_.require((BFLOAT16, *QUANTIZED), "s_kv", 1, d_qk)
     require_rows(kv_, layout).without_axis(1)
-    q_scale, k_scale = scale_of_q(place, q_, q_scale), scale_of_rows(place, layout, k_scale)
+    scales = scale_of_q(place, q_, q_scale), scale_of_rows(place, layout, k_scale)
     idx.require(INT32, s_q, 1, "topk").without_axis(1)
     _require_optional(sink, length, h_q, s_q)
     if arrays.CHECK_VALUES:
@@ -152,9 +132,7 @@ def prefill(given: GivenPrefill, sm_scale: float, d_v: int) -> tuple[Any, Any, A
     out_ = place.output("out", out_, (s_q, h_q, D_V), BFLOAT16)
     max_logits = place.output("max_logits", None, (s_q, h_q), FLOAT32)
     lse = place.output("lse", None, (s_q, h_q), FLOAT32)
-    arguments = Prefill(
-        layout, q_, kv_, idx, scale, q_scale, k_scale, sink, length, out_, max_logits, lse
-    )  # fmt: skip
+    arguments = Prefill(layout, q_, kv_, idx, scale, *scales, sink, length, out_, max_logits, lse)
     place.call(cuda.sparse_prefill, reference.sparse_prefill, arguments)
     return out_.obj, max_logits.obj, lse.obj
 

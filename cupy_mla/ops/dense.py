@@ -129,7 +129,7 @@ def dense_decode(
     """
     scale = require_scale("sm_scale", sm_scale)
     given = Given(q, k_cache, block_table, seq_lens, attn_sink, out, lse, q_scale, k_scale)
-    return decode(given, scale, Sees(causal, window), num_splits, batch_invariant, Door(layout=layout))
+    return decode(given, scale, causal, window, num_splits, batch_invariant, Door(layout=layout))
 
 
 @operation
@@ -144,7 +144,7 @@ def planned_dense_decode(
     """
     scale = require_scale("sm_scale", sm_scale)
     door = Door(layout=others.pop("layout", None))
-    return decode(Given(q, k_cache, block_table, seq_lens, **others), scale, Sees(), None, plan=plan, door=door)
+    return decode(Given(q, k_cache, block_table, seq_lens, **others), scale, plan=plan, door=door)
 
 
 class Given(NamedTuple):
@@ -161,18 +161,12 @@ class Given(NamedTuple):
     k_scale: Any = None
 
 
-class Sees(NamedTuple):
-    """Which rows of its request a query sees: settings of `dense_decode`, unchecked."""
-
-    causal: Any = True
-    window: Any = None
-
-
 def decode(
     given: Given,
     scale: float | None,
-    sees: Sees,
-    num_splits: int | None,
+    causal: bool = True,
+    window: int | None = None,
+    num_splits: int | None = None,
     batch_invariant: bool = False,
     door: Door = NO_DOOR,
     plan: Plan | None = None,
@@ -195,8 +189,8 @@ def decode(
         sink.require(FLOAT32, h_q)
     q_scale = scale_of_q(place, q_, q_scale, door.name("q_scale"))
     k_scale = scale_of_rows(place, layout, k_scale, door.name("k_scale"))
-    causal = require_bool("causal", sees.causal)
-    window = 0 if sees.window is None else require_integer("window", sees.window, 1)
+    causal = require_bool("causal", causal)
+    window = 0 if window is None else require_integer("window", window, 1)
     batch_invariant = require_bool("batch_invariant", batch_invariant)
     if num_splits is not None:
         num_splits = require_integer("num_splits", num_splits, 1, MAX_SPLITS)
