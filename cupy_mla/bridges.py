@@ -380,19 +380,20 @@ class TorchLibrary(Library):
         torch, gradients = sys.modules["torch"], True in map(_REQUIRES_GRAD, arrays)
 
         def addresses_of(tensors: Sequence[Any]) -> list[int] | None:
-            addresses, bits = [], 0
             for tensor in tensors:  # in calls of known sizes a plain loop is faster than `map`
                 if tensor.is_nested:  # it has no strides: the guards, which ask for them, would end the process
                     return None
-                try:
-                    address = tensor.data_ptr()
-                except RuntimeError:  # no memory of its own, for instance under torch.vmap
-                    return None
-                addresses.append(address)
-                bits |= address
-            if bits % alignment or not guards(*tensors) or (gradients and torch.is_grad_enabled()):
+            if not guards(*tensors) or (gradients and torch.is_grad_enabled()):
                 return None
-            return addresses
+            addresses, bits = [], 0
+            try:
+                for tensor in tensors:
+                    address = tensor.data_ptr()
+                    addresses.append(address)
+                    bits |= address
+            except RuntimeError:  # no memory of its own, for instance under torch.vmap
+                return None
+            return None if bits % alignment else addresses
 
         return addresses_of
 
