@@ -217,13 +217,8 @@ def flash_mla_with_kvcache(
     settings = (
         head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, shapes, meta.num_splits, kv_format,
     )  # fmt: skip
-    if indices is not None:
-        results = _with_kvcache(
-            q, k_cache, indices, meta.plan, settings, attn_sink=attn_sink, topk_length=topk_length,
-            extra_k_cache=extra_k_cache, extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
-            out=out, q_scale=descale_q, k_scale=descale_k,
-        )  # fmt: skip
-    else:
+    scales = {} if descale_q is None and descale_k is None else {"q_scale": descale_q, "k_scale": descale_k}
+    if indices is None:
         _require_no_lists(
             topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
             extra_topk_length=extra_topk_length,
@@ -232,10 +227,19 @@ def flash_mla_with_kvcache(
             raise ValueError(
                 "indices is None, which asks for dense decode: block_table and cache_seqlens must be given"
             )
-        results = _dense_with_kvcache(
-            q, k_cache, block_table, cache_seqlens, meta.plan, settings, attn_sink=attn_sink, out=out,
-            q_scale=descale_q, k_scale=descale_k,
-        )  # fmt: skip
+        sink = {} if attn_sink is None else {"attn_sink": attn_sink}
+        others = {**sink, **scales} if out is None else {**sink, **scales, "out": out}
+        results = _dense_with_kvcache(q, k_cache, block_table, cache_seqlens, meta.plan, settings, **others)
+    else:
+        absent = attn_sink is None and topk_length is None and extra_k_cache is None
+        if absent and extra_indices_in_kvcache is None and extra_topk_length is None and out is None:
+            others = scales  # the usual call, which has less host time without the arguments below
+        else:
+            others = {
+                "attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache,
+                "extra_indices": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length, "out": out, **scales,
+            }  # fmt: skip
+        results = _with_kvcache(q, k_cache, indices, meta.plan, settings, **others)
     meta.shapes = shapes
     return results
 
