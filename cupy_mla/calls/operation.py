@@ -200,10 +200,10 @@ class Calls:
             named = {**dict(zip(self._positional, args, strict=False)), **kwargs}
             if all(named.get(result) is None for result in self._differentiable):
                 return in_graph(self._function.__name__)(*args, **kwargs)
-        names, keywords = (*self._positional[: len(args)], *kwargs), len(kwargs)
         listing = _listing.get()
         if listing is not None and any(map(_on_gpu, found)):
-            body = run_body(self._function, names, values, keywords, partition, None)
+            names = (*self._positional[: len(args)], *kwargs)
+            body = run_body(self._function, names, values, len(kwargs), partition, None)
             listing.update({step.kernel: None for step in body.place.program if isinstance(step, Launch)})
             return None
         key: Key | None = None
@@ -222,7 +222,8 @@ class Calls:
             return prepared.run(found, read[1], values)
         if len(args) > len(self._positional) or not any(map(_on_gpu, found)):
             return self._function(*args, **kwargs)
-        body = run_body(self._function, names, values, keywords, partition, read)
+        names = (*self._positional[: len(args)], *kwargs)
+        body = run_body(self._function, names, values, len(kwargs), partition, read)
         prepared = Prepared(body)
         result = prepared.run(found, body.addresses, values)
         if key is not None and prepared.repeatable:

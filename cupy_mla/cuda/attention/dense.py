@@ -72,8 +72,8 @@ def faster_than_lists(problem: DenseProblem) -> bool:
     """Whether a call should take less time than `sparse_decode` over index lists of all rows, and making those lists.
 
     True where only the portable kernel serves both, as on GPUs other than Hopper. It has no times for dense attention,
-    but mostly took less time so on an H200 (benchmarks/log/portable.md). False where that kernel
-    serves dense attention alone.
+    but mostly took less time so on an H200 (benchmarks/log/portable.md). False where that kernel serves dense attention
+    alone.
     """
     queries = problem.requests * problem.tokens
     lists = Problem(problem.gpu, problem.layout, False, problem.heads, queries, problem.rows, aligned=problem.aligned)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...arrays import aligned_up
 from ...config import DenseMLAConfig, SparseMLAConfig
 from ...cuda.paging import ceil_div
 from ...typing import CacheLayout, ModelKind
@@ -63,7 +64,7 @@ def v4_layers_of(vllm_config: Any, heads: int, ratio: int, kind: ModelKind, imag
     model, scheduler, more = vllm_config.model_config, vllm_config.scheduler_config, _speculative(vllm_config)
     window = model.hf_config.sliding_window
     # Tokens that a draft model guesses see one another, too. Their lists are a window and they, rounded up.
-    draft_tokens = ceil_div(window + more, DRAFT_LIST_ALIGN) * DRAFT_LIST_ALIGN - window if more else 0
+    draft_tokens = aligned_up(window + more, DRAFT_LIST_ALIGN) - window if more else 0
     return SparseMLAConfig(
         heads, 512, topk=model.hf_config.index_topk, block_size=V4_PAGE[kind], cache_layout="v4_fp8",
         max_num_seqs=scheduler.max_num_seqs, max_num_batched_tokens=scheduler.max_num_batched_tokens,
