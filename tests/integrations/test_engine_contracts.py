@@ -41,9 +41,9 @@ def unpacked(package: str, version: str | None = None) -> Path:
 def test_vllm(caplog, version: str) -> None:
     package = unpacked("vllm", version) / "vllm"
     assert plugin.is_served(package)
-    assert plugin.has_dense_mla(package)
-    assert plugin.has_deepseek_v4(package)
-    assert plugin.has_deepseek_v41(package)
+    assert missing(package, plugin.DENSE_MLA) == []
+    assert missing(package, plugin.DEEPSEEK_V4) == []
+    assert missing(package, plugin.DEEPSEEK_V41) == []
     assert caplog.records == []
 
 

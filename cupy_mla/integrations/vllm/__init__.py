@@ -356,9 +356,9 @@ def register() -> None:
     if not is_served(folder):
         return
     _register_backend(mode, folder)
-    if mode == "override" and has_deepseek_v4(folder):
+    if mode == "override" and meets(folder, DEEPSEEK_V4, "vLLM's DeepSeek-V4", logger):
         _register_model("deepseek_v4", "DeepseekV4ForCausalLM")
-    if mode == "override" and has_deepseek_v41(folder):
+    if mode == "override" and meets(folder, DEEPSEEK_V41, "vLLM's DeepSeek-V4.1", logger):
         _register_model("deepseek_v41", "DeepseekV41ForCausalLM")
 
 
@@ -366,7 +366,7 @@ def _register_backend(mode: str, folder: Path) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     path = f"{__name__}.sparse_mla.CupyMLASparseBackend"
-    if mode == "custom" and has_dense_mla(folder):
+    if mode == "custom" and meets(folder, DENSE_MLA, "vLLM's dense MLA", logger):
         path = f"{__name__}.custom.CupyMLABackend"
     for place in PLACES[mode]:
         register_backend(AttentionBackendEnum.__members__.get(place, place), path)
@@ -393,30 +393,3 @@ def is_served(package: Path) -> bool:
             SERVED, "; ".join(lacking[:NAMED]), more,
         )  # fmt: skip
     return not lacking
-
-
-def has_dense_mla(package: Path) -> bool:
-    """Whether a vLLM has all that the dense backend needs. If not, a warning says what is missing.
-
-    Args:
-        package: the folder of the package `vllm`.
-    """
-    return meets(package, DENSE_MLA, "vLLM's dense MLA", logger)
-
-
-def has_deepseek_v4(package: Path) -> bool:
-    """Whether a vLLM has all that DeepSeek-V4 on our operations needs. If not, a warning says what is missing.
-
-    Args:
-        package: the folder of the package `vllm`.
-    """
-    return meets(package, DEEPSEEK_V4, "vLLM's DeepSeek-V4", logger)
-
-
-def has_deepseek_v41(package: Path) -> bool:
-    """Whether a vLLM has all that DeepSeek-V4.1 on our operations needs. If not, a warning says what is missing.
-
-    Args:
-        package: the folder of the package `vllm`.
-    """
-    return meets(package, DEEPSEEK_V41, "vLLM's DeepSeek-V4.1", logger)
