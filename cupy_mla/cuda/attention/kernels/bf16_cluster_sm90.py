@@ -16,7 +16,7 @@ from ..divide import HALF_PARTIAL_BYTES, Clusters, Division
 from ..problem import Problem
 from ..times import Work
 from . import bf16_sm90
-from .work import cluster_splits, rounds_of, split
+from .work import cluster_splits, in_rounds, rounds_of, split
 
 HEADS = (16, 32, bf16_sm90.HEADS)  # of a work item
 
@@ -73,8 +73,7 @@ def work(problem: Problem, division: Any) -> Work:
     items = problem.items(heads)
     names, amounts = split(problem, items * splits, splits, -(-pairs // splits), problem.heads > heads)
     rounds = rounds_of(items, problem.gpu.clusters_at_once(cluster_kernel())[splits - 1])
-    amounts = tuple(rounds * amount for amount in amounts) if rounds > 1 else amounts
-    return (heads, problem.phase, problem.lists), names, amounts
+    return (heads, problem.phase, problem.lists), names, in_rounds(amounts, rounds)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

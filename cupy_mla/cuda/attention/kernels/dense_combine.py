@@ -26,18 +26,14 @@ SHARE_BYTES = 16  # what the kernel writes down of a share
 UNITS_OF_8_LINES = 16  # parts into which the merge of 8 lines of an item is divided
 
 
-def kernel(lines: int = bf16_sm90.HEADS, fp8: bool = False, half: bool = False) -> Kernel:
+@cache
+def kernel(lines: int, fp8: bool, half: bool) -> Kernel:
     """The kernel for work items of so many lines. It does not depend on the width of rows.
 
     Args:
         fp8: partial results are those of `dense_fp8_sm90`.
         half: results are float16, else bfloat16.
     """
-    return _kernel(lines, fp8, half)
-
-
-@cache
-def _kernel(lines: int, fp8: bool, half: bool) -> Kernel:
     defines = {
         **bf16_sm90.defines(FP16_576 if half else BF16_576), "HEADS": lines, "FP8_PARTIALS": int(fp8),
         "MOST_SHARES": MOST_SHARES, "UNEVEN_ITEM_COST": 0, "MAX_CLUSTER": MAX_CLUSTER,
@@ -49,10 +45,10 @@ def _kernel(lines: int, fp8: bool, half: bool) -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield kernel()
-    yield kernel(half=True)
+    for half in (False, True):
+        yield kernel(bf16_sm90.HEADS, False, half)
     for lines in fp8_sm90.HEADS:
-        yield kernel(lines, fp8=True)
+        yield kernel(lines, True, False)
 
 
 def candidates(problem: DenseProblem, lines: int) -> Iterator[Shares]:

@@ -91,7 +91,7 @@ def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | 
     lines, items, sms = division.heads, problem.items(division.heads), problem.gpu.sms
     attention = kernel(problem.layout, lines, DIVISIONS[type(division)])
     if isinstance(division, Shares):
-        merge = dense_combine.kernel(lines, fp8=True)
+        merge = dense_combine.kernel(lines, True, False)
         return dense_combine.in_shares(attention, merge, problem, params, division, plan)
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
     if isinstance(division, Whole):

@@ -56,7 +56,7 @@ def work(problem: DenseProblem, division: Any) -> Work:
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch, a share a CTA, and the merge of items that are cut."""
-    merge = dense_combine.kernel(half=problem.layout.half)
+    merge = dense_combine.kernel(LINES, False, problem.layout.half)
     cost = cut_cost(problem, division)
     return dense_combine.in_shares(kernel(problem.layout), merge, problem, params, division, plan, cost)
 
