@@ -42,11 +42,6 @@ class IndexerLoss:
     coefficient: float | torch.Tensor
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def attach(self, layer: int, out: torch.Tensor, scores: Scores, *attention: Any, **settings: Any) -> torch.Tensor:
-        """The attention's result `out` with the layer's loss attached: see `attach_loss` and `sparse_indexer_loss`."""
-        out, self.losses[layer] = with_loss(out, self.coefficient, scores, *attention, **settings)
-        return out
-
 
 def require_cache(
     attention: Any, cache: Any, kind: type, hidden_states: torch.Tensor, chosen_rows: Mapping[int, torch.Tensor] | None
@@ -169,10 +164,16 @@ class Uncached:
         return self._learning is not None and self.scores is not None
 
     def attach(self, out: torch.Tensor, *attention: Any) -> torch.Tensor:
-        """The attention's result with the indexer's loss attached, where it learns: see `IndexerLoss.attach`."""
-        if self._learning is None or self.scores is None:
-            return out
-        return self._learning.attach(self._layer, out, self.scores, *attention)
+        """The attention's result with the indexer's loss attached, where it learns.
+
+        Args:
+            attention: the arguments of `sparse_indexer_loss` behind the indexer's.
+        """
+        if self._learning is not None and self.scores is not None:
+            out, self._learning.losses[self._layer] = with_loss(
+                out, self._learning.coefficient, self.scores, *attention
+            )
+        return out
 
 
 class UncachedRows(Uncached):

@@ -109,7 +109,12 @@ class BatchMetadata:
             raise ValueError(
                 f"query_start_loc: offsets must not go down, got {starts[r]} and then {starts[r + 1]} at request {r}"
             )
-        self._require_length("a request", len(starts) - 1, "seq_lens", "block_table")
+        for name in ("seq_lens", "block_table"):
+            length = len(getattr(self, name))
+            if length != len(starts) - 1:
+                raise ValueError(
+                    f"{name}: query_start_loc gives {len(starts) - 1} entries, one a request, got {length}"
+                )
         tokens = len(self.slot_mapping)
         if tokens < starts[-1]:
             raise ValueError(f"slot_mapping: query_start_loc gives {starts[-1]} entries, one a token, got {tokens}")
@@ -143,12 +148,6 @@ class BatchMetadata:
                     raise ValueError(f"{name}: expected {length} entries, one a {what}, got {len(values)}")
                 if values.min(initial=0) < 0:
                     raise ValueError(f"{name}: {what} {int(values.argmin())} has {values.min()}, which is negative")
-
-    def _require_length(self, what: str, length: int, *names: str) -> None:
-        for name in names:
-            got = len(getattr(self, name))
-            if got != length:
-                raise ValueError(f"{name}: query_start_loc gives {length} entries, one {what}, got {got}")
 
     @property
     def num_reqs(self) -> int:

@@ -70,10 +70,6 @@ class Result(NamedTuple):
     dtype_setting: str = ""
     half: str = ""
 
-    def is_made(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether a call with these arguments makes it."""
-        return (not self.setting or bool(arguments.get(self.setting))) and self.is_there(arguments)
-
     def is_there(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call with these arguments does not return None in its place."""
         if self.unless and not arguments.get(self.unless, True):
