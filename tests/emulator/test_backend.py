@@ -9,7 +9,7 @@ import pytest
 
 from cupy_mla.metadata import uploads
 
-from ..backends import test_deepseek_v41 as of_v41
+from ..backends import v4_steps
 from ..backends.test_sparse_mla import PATHS, Engine, assert_result, make_step
 
 
@@ -44,8 +44,8 @@ def test_steps(emulated, kind, rng, monkeypatch: pytest.MonkeyPatch, path: str) 
 def test_steps_of_v41(emulated, kind, rng, monkeypatch: pytest.MonkeyPatch, images: bool) -> None:
     """Layers of ratios 0, 1 and 2; a decode and prefills, one of them short."""
     monkeypatch.setattr(uploads, "_Staging", _Staging)
-    model = of_v41.Model(heads=8, window=20, swa_block=16, block=32, images=12 if images else 0)
-    engine = of_v41.Engine(kind, model)
-    step = of_v41.make_step(rng, model, [1, 6, 3], [90, 40, 3], images=images, replay=images)
-    of_v41.check(engine.run(step), step)
+    model = v4_steps.v41(heads=8, window=20, swa_block=16, block=32, images=12 if images else 0)
+    engine = v4_steps.Engine(kind, model)
+    step = v4_steps.make_step(rng, model, [1, 6, 3], [90, 40, 3], images=images, replay=images)
+    v4_steps.check(engine.run(step), step)
     assert {"swa_decode", "gather_lens", "combine_swa", "compressed_slots", "gather_tail"} <= set(emulated.launched)
