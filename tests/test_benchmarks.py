@@ -43,6 +43,39 @@ def harness(module) -> ModuleType:
     return module("harness")
 
 
+def on_cpu() -> Any:
+    """Within it torch takes "cuda" for "cpu"."""
+    torch = pytest.importorskip("torch")
+    overrides = importlib.import_module("torch.overrides")
+
+    class OnCpu(overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), settings=None):
+            if function is torch.Tensor.cuda:
+                return arguments[0]
+            settings = dict(settings or {})
+            return function(*arguments, **settings | ({"device": "cpu"} if settings.get("device") == "cuda" else {}))
+
+    return OnCpu()
+
+
+def set_names(monkeypatch: pytest.MonkeyPatch, *changed: tuple[Any, dict[str, Any]]) -> None:
+    """Other values of some names of modules."""
+    for of, values in changed:
+        for name, value in values.items():
+            monkeypatch.setattr(of, name, value)
+
+
+def record_of(program: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, error: str = ""):
+    """The record of a part that a program writes, with "cpu" for "cuda"; `error`: what it says and then ends."""
+    name = program.__name__
+    monkeypatch.setattr(sys.modules["harness"], "environment", dict)
+    monkeypatch.setenv("OUT", str(folder))
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    with on_cpu(), pytest.raises(SystemExit, match=error) if error else contextlib.nullcontext():
+        program.main()
+    return json.loads((folder / f"{name}.part.json").read_text())
+
+
 def test_numbers_of_a_name(module):
     numbers = module("cases").numbers
     assert numbers("V4 h 64 b 2 s_q 2 topk 128+512 extra block 2") == {
@@ -168,18 +201,13 @@ def test_bandwidth_of_every_format(harness, module, monkeypatch, tmp_path):
     def drawn_row(rng: random.Random, h: int, few: bool) -> dict[str, Any]:
         return {"h": h, "b": 2, "s_q": 2, "length": 90, "lengths": "drawn"}
 
-    for changed, values in (
+    set_names(
+        monkeypatch,
         (program, {"FULL": 1e5, "BATCHES": (2,), "TOKENS": 4096, "drawn_row": drawn_row, "copy_of": copy_of,
                    "time_side_by_side": time_side_by_side}),
-        (dense_decode, {"TOKENS": 4096}), (harness, {"environment": dict}),
-    ):  # fmt: skip
-        for name, value in values.items():
-            monkeypatch.setattr(changed, name, value)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["dense_bandwidth.py", "--quick", "--seed", "7"])
-    with on_cpu():
-        program.main()
-    record = json.loads((tmp_path / "dense_bandwidth.part.json").read_text())
+        (dense_decode, {"TOKENS": 4096}),
+    )  # fmt: skip
+    record = record_of(program, monkeypatch, tmp_path, "--quick", "--seed", "7")
     assert record["seed"] == 7
     full = [row for row in record["rows"] if row["case"].startswith("full")]
     assert Counter(row["format"] for row in full) == dict.fromkeys(program.FORMATS, 3)
@@ -232,20 +260,14 @@ def test_short_contexts_in_both_ways(harness, module, monkeypatch, tmp_path, wro
         converted.append(args)
         return to_slots(*args)
 
-    monkeypatch.setattr(sparse_mla, "to_slots", convert)
-    monkeypatch.setattr(program.SparseMLAImpl, "_attend_all", attend_all)
-    changes = {
-        "PLACE": ("torch", -1), "LARGEST": 3, "SHORTEST": 8, "TOPK": 128, "HEADS": (8, 64),
-        "time_side_by_side": time_side_by_side,
-    }  # fmt: skip
-    for name, value in changes.items():
-        monkeypatch.setattr(program, name, value)
-    monkeypatch.setattr(harness, "environment", dict)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["short_contexts.py", "--quick", "--seed", "7"])
-    with on_cpu(), pytest.raises(SystemExit, match="differ by") if wrong else contextlib.nullcontext():
-        program.main()
-    record = json.loads((tmp_path / "short_contexts.part.json").read_text())
+    set_names(
+        monkeypatch,
+        (sparse_mla, {"to_slots": convert}), (program.SparseMLAImpl, {"_attend_all": attend_all}),
+        (program, {"PLACE": ("torch", -1), "LARGEST": 3, "SHORTEST": 8, "TOPK": 128, "HEADS": (8, 64),
+                   "time_side_by_side": time_side_by_side}),
+    )  # fmt: skip
+    error = "differ by" if wrong else ""
+    record = record_of(program, monkeypatch, tmp_path, "--quick", "--seed", "7", error=error)
     assert record["seed"] == 7
     assert Counter(row["layout"] for row in record["rows"]) == {"v32_fp8": 4, "bf16": 4}
     assert {(row["ratio"], row["taken"]) for row in record["rows"]} == {(1.5, "dense")}
@@ -277,22 +299,7 @@ def test_rows_of_formats(harness, module):
     assert [ratio for group in cases.NEAREST for ratio in cases.of_group(group, [row])] == [0.75]
 
 
-def on_cpu() -> Any:
-    """Within it torch takes "cuda" for "cpu"."""
-    torch = pytest.importorskip("torch")
-    overrides = importlib.import_module("torch.overrides")
-
-    class OnCpu(overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, arguments=(), settings=None):
-            if function is torch.Tensor.cuda:
-                return arguments[0]
-            settings = dict(settings or {})
-            return function(*arguments, **settings | ({"device": "cpu"} if settings.get("device") == "cuda" else {}))
-
-    return OnCpu()
-
-
-def run_formats(harness, module, monkeypatch, tmp_path, only: str) -> list[dict[str, Any]]:
+def run_formats(module, monkeypatch, tmp_path, only: str, error: str = "") -> list[dict[str, Any]]:
     """The rows of formats.py over small caches on the CPU, with ours in the place of the peer."""
     program, inputs, cache_ops = module("formats"), module("inputs"), module("cache_ops")
 
@@ -301,27 +308,19 @@ def run_formats(harness, module, monkeypatch, tmp_path, only: str) -> list[dict[
             calls[0]()
         return [2.0, 3.0, 5.0][: len(candidates)]
 
-    for changed, values in (
+    set_names(
+        monkeypatch,
         (program, {"flash_mla_peer": lambda: program.flash_mla, "peer_name": lambda: "peer", "PLACE": ("torch", -1),
                    "TOKENS": 512, "LARGEST": 2, "PACKED": 256, "COMPARED": 128,
                    "attended": program.attended.__wrapped__, "time_side_by_side": time_side_by_side}),
         (inputs, {"PLACE": ("torch", -1)}), (cache_ops, {"time_side_by_side": time_side_by_side}),
-        (harness, {"environment": dict}),
-    ):  # fmt: skip
-        for name, value in values.items():
-            monkeypatch.setattr(changed, name, value)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["formats.py", "--quick", "--only", only])
-    with on_cpu():
-        program.main()
-    return json.loads((tmp_path / "formats.part.json").read_text())["rows"]
+    )  # fmt: skip
+    return record_of(program, monkeypatch, tmp_path, "--quick", "--only", only, error=error)["rows"]
 
 
 def test_formats_beside_the_nearest_rows(harness, module, monkeypatch, tmp_path):
     """Results are those of the unpacked rows in bf16; the ratio is to the peer where there is one."""
-    rows = run_formats(
-        harness, module, monkeypatch, tmp_path, "^v41_fp8.v41_fp4 h 8 |^(v32|plain)_.*fp[48] h 8 |pack v4_"
-    )
+    rows = run_formats(module, monkeypatch, tmp_path, "^v41_fp8.v41_fp4 h 8 |^(v32|plain)_.*fp[48] h 8 |pack v4_")
     found = {row["format"]: row for row in rows}
     assert [*found] == ["v41_fp8+v41_fp4", "v32_nope_fp8", "v32_nvfp4", "v4_nvfp4"]
     for row in rows:
@@ -336,8 +335,7 @@ def test_formats_that_are_read_wrongly_fail(harness, module, monkeypatch, tmp_pa
     program = module("formats")
     unpack = program.cupy_mla.unpack_rows
     monkeypatch.setattr(program.cupy_mla, "unpack_rows", lambda *args, **more: 2 * unpack(*args, **more))
-    with pytest.raises(SystemExit, match=r"v32_nvfp4 h 8 .* differ"):
-        run_formats(harness, module, monkeypatch, tmp_path, "^v32_nvfp4 h 8 ")
+    run_formats(module, monkeypatch, tmp_path, "^v32_nvfp4 h 8 ", error=r"v32_nvfp4 h 8 .* differ")
 
 
 def test_rows_of_served(harness, module):
@@ -364,9 +362,7 @@ def test_rows_of_served(harness, module):
             assert sum(group.holds(name, cases.numbers(name)) for group in cases.SERVED) == 1, name
 
 
-def run_served(
-    harness, module, monkeypatch, tmp_path, only: str = "^V4 .* h 8 |^short rows .* width [0-9]{1,4} |^prefill"
-) -> dict[str, Any]:
+def run_served(module, monkeypatch, tmp_path, only: str, error: str = "") -> dict[str, Any]:
     """The record of these rows of served.py over small caches on the CPU, ours in place of FlashMLA, no other peers."""
     program, rows = module("served"), module("rows")
     loaded: list[str] = []
@@ -376,25 +372,21 @@ def run_served(
             calls[-1]()
         return [2.0, 3.0, 5.0][: len(candidates)]
 
-    for changed, values in (
+    set_names(
+        monkeypatch,
         (program, {"flash_mla_peer": lambda: program.flash_mla, "unpacked": list, "LARGEST": 2, "TOKENS": 1024,
                    "ROWS": 512, "load_kernels": loaded.append,
                    "cache_of": program.cache_of.__wrapped__, "time_side_by_side": time_side_by_side}),
-        (rows, {"time_side_by_side": time_side_by_side}), (harness, {"environment": dict}),
-    ):  # fmt: skip
-        for name, value in values.items():
-            monkeypatch.setattr(changed, name, value)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["served.py", "--quick", "--seed", "7", "--only", only])
-    with on_cpu():
-        program.main()
-    for name in ("attention/fp8_sm90.cu", "attention/bf16_sm90.cu", "indexer/short_rows.cu"):
+        (rows, {"time_side_by_side": time_side_by_side}),
+    )  # fmt: skip
+    record = record_of(program, monkeypatch, tmp_path, "--quick", "--seed", "7", "--only", only, error=error)
+    for name in () if error else ("attention/fp8_sm90.cu", "attention/bf16_sm90.cu", "indexer/short_rows.cu"):
         assert any(re.search(loaded[0], repr(kernel)) for kernel in all_kernels() if kernel.file == name)
-    return json.loads((tmp_path / "served.part.json").read_text())
+    return record
 
 
 def test_served_beside_the_best_peer(harness, module, monkeypatch, tmp_path):
-    record = run_served(harness, module, monkeypatch, tmp_path)
+    record = run_served(module, monkeypatch, tmp_path, "^V4 .* h 8 |^short rows .* width [0-9]{1,4} |^prefill")
     assert record["seed"] == 7
     rows = {row["kind"]: row for row in record["rows"]}
     assert {*rows} == {"V4 swa", "V4 c4a", "V4 c128a", "prefill", "short rows"}
@@ -411,8 +403,8 @@ def test_served_rows_that_are_chosen_wrongly_fail(harness, module, monkeypatch, 
         choose(*args, **more)[:, 0] = 1
 
     monkeypatch.setattr(program.cupy_mla, "topk_indices", wrong)
-    with pytest.raises(SystemExit, match=r"short rows .* entries are not the row's"):
-        run_served(harness, module, monkeypatch, tmp_path, "^short rows .* width [0-9]{1,4} ")
+    error = r"short rows .* entries are not the row's"
+    run_served(module, monkeypatch, tmp_path, "^short rows .* width [0-9]{1,4} ", error)
 
 
 def test_sizes_of_a_layer(harness, module):
@@ -488,7 +480,8 @@ def test_layer_beside_the_peers_chain(harness, module, monkeypatch, tmp_path, wr
         slots = said.slots[::-1] if wrong else said.slots
         return {"chain (0.0)": said._replace(us=3.0, slots=slots, launches=9.0)}
 
-    for changed, values in (
+    set_names(
+        monkeypatch,
         (program, {"flash_mla_peer": lambda: program.flash_mla, "peer_name": lambda: "ours", "BATCHES": (2, 3),
                    "load_kernels": lambda which: None,
                    "unpacked": lambda: ["folder"], "ready": lambda processes, deadline: processes, "HEADS": 8,
@@ -496,16 +489,11 @@ def test_layer_beside_the_peers_chain(harness, module, monkeypatch, tmp_path, wr
                    "CONTEXTS": (70, 190), "LONGEST": 256, "K": 64, "INDEX_HEADS": 8, "SETS": 2, "DRAWN": 0,
                    "kernels_of": lambda chains: 7 * len(chains), "time_side_by_side": time_side_by_side}),
         (program.driver, {"gpu": lambda device: None}),
-        (program.logits_sm90, {"shares_of_schedule": lambda *a: 4}), (harness, {"environment": dict}),
+        (program.logits_sm90, {"shares_of_schedule": lambda *a: 4}),
         (program.torch.cuda, {"empty_cache": lambda: None}), (indexer.torch.cuda, {"empty_cache": lambda: None}),
-    ):  # fmt: skip
-        for name, value in values.items():
-            monkeypatch.setattr(changed, name, value)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["layer.py", "--only", "b 2 context 190"])
-    with on_cpu(), pytest.raises(SystemExit) if wrong else contextlib.nullcontext():
-        program.main()
-    (row,) = json.loads((tmp_path / "layer.part.json").read_text())["rows"]
+    )  # fmt: skip
+    error = "chose|differ" if wrong else ""
+    (row,) = record_of(program, monkeypatch, tmp_path, "--only", "b 2 context 190", error=error)["rows"]
     assert (row["ratio"], row["launches"], row["peer_launches"], row["layers"]) == (1.5, 7, 9, 2)
     assert row["peer"] == "chain (0.0), ours"
     assert (row["chosen_equal"] < 0.9) if wrong else (row["chosen_equal"] == 1 and row["max_abs_err"] < 0.05)
