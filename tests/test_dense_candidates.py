@@ -18,16 +18,14 @@ from cupy_mla.cuda.attention.problem import DenseProblem
 
 from .cuda.attention.h200 import CLUSTERS_AT_ONCE
 from .fake_gpu import FakeGPU
-from .test_benchmarks import on_cpu
+from .test_benchmarks import on_cpu, set_names
 
 ROWS = 8
 
 
 def run(monkeypatch, program: ModuleType, changes: list[tuple[ModuleType, dict[str, Any]]], out: Path) -> None:
     """Run a program to the end of its rows, with other values of names of modules; its record goes to a folder."""
-    for changed, values in changes:
-        for name, value in values.items():
-            monkeypatch.setattr(changed, name, value)
+    set_names(monkeypatch, *changes)
     monkeypatch.setenv("OUT", str(out))
     monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", "--seconds", "1e9"])
     with on_cpu():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..arguments import C128aLists, CompressedSlots, Conversion
+from ..arguments import C128aLists, CompressedSlots
 from . import structs
 from .driver import Gpu
-from .indices import convert_req_index_to_global_index
 from .kernel import Kernel
 from .paging import block_table, ceil_div, ownership, pointer, queries
 from .program import Launch, Program
@@ -34,11 +33,6 @@ C128A_KERNEL = Kernel("indices/c128a.cu", C128A, {})
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     yield from (SLOTS_KERNEL, C128A_KERNEL)
-
-
-def compute_global_topk_indices_and_lens(gpu: Gpu, a: Conversion) -> Program:
-    """Twin of `reference.compressed.compute_global_topk_indices_and_lens`."""
-    return convert_req_index_to_global_index(gpu, a)
 
 
 def get_compressed_slot_mapping(gpu: Gpu, a: CompressedSlots) -> Program:

@@ -21,8 +21,10 @@ from ..calls.operation import operation
 from ..checks.options import require_integer
 from ..checks.values import check_lengths, check_offsets, check_positions, check_requests, host
 from ..cuda import compressed as cuda
+from ..cuda import indices as cuda_indices
 from ..dtypes import BOOL, INT32, INT64
 from ..reference import compressed as reference
+from ..reference import indices as reference_indices
 from ..typing import A, AnyArray
 from .context_parallel import MAX_INTERLEAVE, MAX_RANKS
 from .indices import require_block_stride
@@ -88,7 +90,7 @@ def compute_global_topk_indices_and_lens(
         check_requests(req, table.shape[0], valid)
         check_positions(chosen, table, block_size, host(valid))
     place.call(
-        cuda.compute_global_topk_indices_and_lens, reference.compute_global_topk_indices_and_lens,
+        cuda_indices.convert_req_index_to_global_index, reference_indices.convert_req_index_to_global_index,
         Conversion(req, table, chosen, block_size, None, None, out_, block_stride_rows, lens_, is_valid_token=valid),
     )  # fmt: skip
     return out_.obj, lens_.obj

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arguments import C128aLists, CompressedSlots, Conversion
-from .indices import LARGEST, convert_req_index_to_global_index, find_slots
+from ..arguments import C128aLists, CompressedSlots
+from .indices import LARGEST, find_slots
 from .swa import positions_of, requests_of
-
-
-def compute_global_topk_indices_and_lens(a: Conversion) -> None:
-    """Chosen compressed positions to slots; see `cupy_mla.compute_global_topk_indices_and_lens`."""
-    convert_req_index_to_global_index(a)
 
 
 def get_compressed_slot_mapping(a: CompressedSlots) -> None:
