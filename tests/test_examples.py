@@ -20,6 +20,7 @@ README = (ROOT / "README.md").read_text()
 PAGE = (ROOT / "docs" / "examples.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)```", README, re.S)
 
+SHORT = ("--prompt", "300", "--new", "4")
 needs_transformers = pytest.mark.skipif(
     not (installed("torch") and installed("transformers")), reason="torch or transformers is not installed"
 )
@@ -54,59 +55,26 @@ def test_quickstart() -> None:
     assert printed.endswith("within the tolerances\n")
 
 
-PIPELINE = ROOT / "examples" / "05_full_pipeline.py"
-
-
 def test_full_pipeline() -> None:
-    printed = python("-c", WITHOUT_EXTRAS, str(PIPELINE))
+    printed = python("-c", WITHOUT_EXTRAS, "examples/05_full_pipeline.py")
     assert len(re.findall(r"dense attention over rows as .*: 0\.\d+ \(at most", printed)) == 2
     assert re.search(r"the indexer chose 9\d\.\d% of the tokens", printed)
     assert printed.endswith("within the bounds\n")
 
 
-@pytest.mark.long(sample=1)
-@pytest.mark.parametrize(
-    ("what", "instead"),
-    [
-        ("sm_scale=SCALE", "sm_scale=(LATENT + ROPE) ** -0.5"),
-        ("device(q_pe), q)", "device(q_pe * 0), q)"),
-        ("positions=device(CONTEXTS - 1)", "positions=device(CONTEXTS * 0)"),
-        ("device(index_q), device(weights)", "device(index_q), device(-weights)"),
-    ],
-    ids=["scale", "RoPE", "the indexer's RoPE", "its weights"],
-)
-def test_full_pipeline_fails_where_something_is_wrong(tmp_path: Path, what: str, instead: str) -> None:
-    program = PIPELINE.read_text()
-    assert program.count(what) == 1
-    (tmp_path / "spoilt.py").write_text(program.replace(what, instead))
-    with pytest.raises(AssertionError, match="OUT OF THE BOUNDS"):
-        python(str(tmp_path / "spoilt.py"))
-
-
-TWO_GPUS = ROOT / "examples" / "06_two_gpus.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not installed("torch"), reason="torch is not installed")
 def test_two_ranks() -> None:
-    printed = python(*TORCHRUN, str(TWO_GPUS))
+    printed = python(*TORCHRUN, "examples/06_two_gpus.py")
     assert sorted(re.findall(r"^rank (\d) of 2 on c", printed, re.M)) == ["0", "1"]
     for line in (
         r"\d+ steps of \d+ requests, .* ms each; (?:100|99)\.\d % of the chosen",
         r"attention differs by \S+ from",
     ):
         assert len(re.findall(f"^  {line}", printed, re.M)) == 2
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not installed("torch"), reason="torch is not installed")
-def test_two_ranks_fail_where_a_part_is_missing(tmp_path: Path) -> None:
-    program = TWO_GPUS.read_text()
-    assert program.count("topk_length=length)") == 1
-    (tmp_path / "spoilt.py").write_text(program.replace("topk_length=length)", "topk_length=length - 40)"))
-    with pytest.raises(AssertionError, match="DIFFERS from one process"):
-        python(*TORCHRUN, str(tmp_path / "spoilt.py"))
 
 
 # Runs a program where a module cannot be found, as where it is not installed.
@@ -149,15 +117,12 @@ def seconds_of_programs() -> float:
     return used.ru_utime + used.ru_stime
 
 
-TRANSFORMERS_TRAINING = ROOT / "examples" / "08_transformers_training.py"
-
-
 @pytest.mark.long
 @needs_transformers
 def test_transformers_training() -> None:
     """Gradients of three models, and losses that go down, of ours as of eager attention, within a minute of a CPU."""
     began = seconds_of_programs()
-    printed = python(str(TRANSFORMERS_TRAINING))
+    printed = python("examples/08_transformers_training.py")
     assert cupy_mla.cuda_available() or seconds_of_programs() - began < 60
     assert len(re.findall(r"^(?:DeepSeek-V3\.2|GLM-5|DeepSeek-V4): gradients differ by 0\.\d+% of", printed, re.M)) == 3
     curves = re.findall(r"^ +(sparse|eager|indexers): loss (.*?)(?:   [\d.]+ s)?$", printed, re.M)
@@ -172,30 +137,8 @@ def test_transformers_training() -> None:
 
 @pytest.mark.long
 @needs_transformers
-@pytest.mark.parametrize(
-    ("what", "instead", "said"),
-    [
-        ("loss = model(tokens,", "loss = model(tokens.roll(1, 1),", "gradients are not those of eager attention"),
-        ("INDEXER_LOSS = 21, 2e-3,", "INDEXER_LOSS = 2, 2e-3,", "the loss has not gone down"),
-    ],
-    ids=["gradients", "loss"],
-)
-def test_transformers_training_fails_where_something_is_wrong(
-    tmp_path: Path, what: str, instead: str, said: str
-) -> None:
-    program = TRANSFORMERS_TRAINING.read_text()
-    for name, kept in (("STEPS // 4", "1"), (what, instead)):
-        assert program.count(name) == 1
-        program = program.replace(name, kept)
-    (tmp_path / "spoilt.py").write_text(program)
-    with pytest.raises(AssertionError, match=said):
-        python(str(tmp_path / "spoilt.py"))
-
-
-@pytest.mark.long
-@needs_transformers
 def test_transformers_deepseek_v32() -> None:
-    printed = python("examples/02_transformers_deepseek_v32.py", "--prompt", "300", "--new", "4")
+    printed = python("examples/02_transformers_deepseek_v32.py", *SHORT)
     assert re.search(r"README\.md: 300 bytes prefilled, 4 decoded", printed)
     for part in ("prefill", "decode"):
         for cache in ("bf16", "FP8"):
@@ -205,24 +148,96 @@ def test_transformers_deepseek_v32() -> None:
     assert re.search(r"\(at most 1\.25\), its indexer's recall 0\.9\d+ \(at least 0\.9\): agrees$", printed, re.M)
 
 
+@pytest.mark.long(sample=1)
+@pytest.mark.skipif(not installed("rich"), reason="rich is not installed")
+@pytest.mark.parametrize("cache", ["fp8_ds_mla", "bf16"])
+def test_serve_batch(cache: str) -> None:
+    printed = python("examples/03_serve_batch.py", "--cache", cache, "--requests", "7")
+    assert re.search(r"served +│ 7 requests in \d+ steps", printed)
+    assert re.search(r"speed +│ \d+ tokens/s", printed)
+    assert re.search(r"cache use +│ \d+% at most", printed)
+    assert "within the tolerances" in printed
+    done = re.findall(r"(\d+)/(\d+)", printed)
+    assert len(done) == 2
+    assert all(a == b for a, b in done)
+
+
+@pytest.mark.long
+@needs_transformers
+def test_transformers_deepseek_v4() -> None:
+    printed = python("examples/04_deepseek_v4.py", *SHORT)
+    assert re.search(r"README\.md: 300 bytes prefilled, 4 decoded", printed)
+    for part in ("prefill", "decode"):
+        assert len(re.findall(rf"^  {part} +ours( +[\d.]+%?){{6}}$", printed, re.M)) == 2
+    assert len(re.findall(r"^  (?:eager .*?|ours) +(?:\d+\*? *){4}$", printed, re.M)) == 4
+    assert re.search(r"^  ours +[\d.]+%  +[\d.]+%$", printed, re.M)
+    assert re.search(r"\(at most 1\.25\), its indexer's recall 0\.9\d+ \(at least 0\.9\): agrees$", printed, re.M)
+
+
+# --- examples that are spoilt ---------------------------------------------------------------------------------
+
+
+def check_it_fails(folder: Path, example: str, changes: dict[str, str], said: str, *arguments: str) -> None:
+    """A copy of an example, with other text in the place of parts of it, ends with an error that says so."""
+    program = (ROOT / "examples" / example).read_text()
+    for what, instead in changes.items():
+        assert program.count(what) == 1
+        program = program.replace(what, instead)
+    (folder / example).write_text(program)
+    before = TORCHRUN if example == "06_two_gpus.py" else ()
+    with pytest.raises(AssertionError, match=said):
+        python(*before, str(folder / example), *arguments)
+
+
+@pytest.mark.long(sample=1)
+@pytest.mark.parametrize(
+    ("what", "instead"),
+    [("sm_scale=SCALE", "sm_scale=(LATENT + ROPE) ** -0.5"), ("device(q_pe), q)", "device(q_pe * 0), q)"),
+     ("positions=device(CONTEXTS - 1)", "positions=device(CONTEXTS * 0)"),
+     ("device(index_q), device(weights)", "device(index_q), device(-weights)")],
+    ids=["scale", "RoPE", "the indexer's RoPE", "its weights"],
+)  # fmt: skip
+def test_full_pipeline_fails_where_something_is_wrong(tmp_path: Path, what: str, instead: str) -> None:
+    check_it_fails(tmp_path, "05_full_pipeline.py", {what: instead}, "OUT OF THE BOUNDS")
+
+
+@pytest.mark.long(sample=1)
+@pytest.mark.skipif(not installed("rich"), reason="rich is not installed")
+@pytest.mark.parametrize(
+    ("what", "instead"),
+    [("self.cache, metadata, topk_indices)", "self.cache, metadata, topk_indices // 2)"),
+     ("forward(keys, q8, w,", "forward(keys, q8, -w,")],
+    ids=["attention", "indexer"],
+)  # fmt: skip
+def test_serve_batch_fails_where_something_is_wrong(tmp_path: Path, what: str, instead: str) -> None:
+    """Attention over other rows than the chosen ones, and a choice by other logits, are noticed."""
+    check_it_fails(tmp_path, "03_serve_batch.py", {what: instead}, "OUT OF THE TOLERANCES", "--requests", "4")
+
+
 @pytest.mark.long
 @needs_transformers
 @pytest.mark.parametrize(
-    ("what", "instead"),
-    [
-        ('"ours, bf16 cache": "bf16"', '"ours, bf16 cache": "v32_fp8"'),
-        ("RECALL = 1.25, 0.9", "RECALL = 1.25, 1.0"),
-    ],
-    ids=["FP8 rows", "recall"],
-)
-def test_transformers_deepseek_v32_fails_where_it_disagrees(tmp_path: Path, what: str, instead: str) -> None:
-    """With FP8 rows in the place of bf16 ones the difference is beyond its bound; FP8 does not choose all the rows."""
-    program = (ROOT / "examples/02_transformers_deepseek_v32.py").read_text()
-    spoilt = program.replace(what, instead)
-    assert spoilt != program
-    (tmp_path / "spoilt.py").write_text(spoilt)
-    with pytest.raises(AssertionError, match="DISAGREES"):
-        python(str(tmp_path / "spoilt.py"), "--prompt", "300", "--new", "4", "--text", "README.md")
+    ("example", "changes", "said"),
+    [("02_transformers_deepseek_v32.py", {'"ours, bf16 cache": "bf16"': '"ours, bf16 cache": "v32_fp8"'}, "DISAGREES"),
+     ("02_transformers_deepseek_v32.py", {"RECALL = 1.25, 0.9": "RECALL = 1.25, 1.0"}, "DISAGREES"),
+     ("04_deepseek_v4.py",
+      {"paged_cache(model.config,": "paged_cache(DeepseekV4Config(**{**CONFIG, 'sliding_window': 63}),"}, "DISAGREES"),
+     ("04_deepseek_v4.py", {"RECALL = 1.25, 0.9": "RECALL = 1.25, 1.0"}, "DISAGREES"),
+     ("06_two_gpus.py", {"topk_length=length)": "topk_length=length - 40)"}, "DIFFERS from one process"),
+     ("08_transformers_training.py",
+      {"STEPS // 4": "1", "loss = model(tokens,": "loss = model(tokens.roll(1, 1),"},
+      "gradients are not those of eager attention"),
+     ("08_transformers_training.py", {"STEPS // 4": "1", "INDEXER_LOSS = 21, 2e-3,": "INDEXER_LOSS = 2, 2e-3,"},
+      "the loss has not gone down")],
+    ids=["FP8 rows", "recall", "V4's window", "V4's recall", "a part is missing", "gradients", "loss"],
+)  # fmt: skip
+def test_examples_with_torch_fail_where_something_is_wrong(
+    tmp_path: Path, example: str, changes: dict[str, str], said: str
+) -> None:
+    """With FP8 rows for bf16 ones, or a window one token short, the difference is beyond its bound. FP8 cannot choose
+    all the same rows."""
+    arguments = (*SHORT, "--text", "README.md") if said == "DISAGREES" else ()
+    check_it_fails(tmp_path, example, changes, said, *arguments)
 
 
 def test_readme_program() -> None:
