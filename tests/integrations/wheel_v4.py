@@ -51,22 +51,23 @@ def windows(
 ) -> None:  # fmt: skip
     """vLLM's kernel of that: the slots of each token's window."""
     assert not has_image
-    for t in range(num_tokens):
-        if not valid[t + token_offset]:
-            lens[t] = 0
-            continue
-        r = int(requests[t + token_offset])
-        p = oracle_v4.position(starts.numpy(), seq_lens.numpy(), r, t + token_offset)
-        at = torch.arange(max(p - window + 1, 0), p + 1)
-        lists[t, 0, : len(at)] = table[r, at // block_size] * block_size + at % block_size
-        lens[t] = len(at)
+    tokens = slice(token_offset, token_offset + num_tokens)
+    found = oracle_v4.swa_indices_and_lens(
+        starts.numpy(), seq_lens.numpy(), requests[: tokens.stop].numpy(), valid[: tokens.stop].numpy(), table.numpy(),
+        block_size, window, replay_start.numpy(),
+    )  # fmt: skip
+    lists[:num_tokens, 0, :width] = torch.from_numpy(found[0])[tokens]
+    lens[:num_tokens] = torch.from_numpy(found[1])[tokens]
 
 
 def gather_lens(
     out: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, replay_start: torch.Tensor, prefills: int,
     decodes: int, window: int,
 ) -> None:  # fmt: skip
-    out.copy_(torch.from_numpy(oracle_v4.prefill_gather_lens(seq_lens.numpy(), starts.numpy(), decodes, window)))
+    found = oracle_v4.prefill_gather_lens(
+        seq_lens.numpy(), starts.numpy(), decodes, window, replay_start.numpy()
+    )  # fmt: skip
+    out.copy_(torch.from_numpy(found))
     assert len(out) == prefills
 
 
@@ -90,6 +91,24 @@ def leave_out_parts(attention: Any) -> None:
     for name in NO_PART_OF_ATTENTION:
         assert name in vars(attention)
         vars(attention)[name] = Part
+
+
+def configured(made: Any, heads: int, ratios: tuple[int, ...], **more: Any) -> Any:
+    """A configuration of a small model; `more` of what its own says."""
+    config = made(heads, "fp8_ds_mla")
+    text = SimpleNamespace(
+        hidden_size=64, num_attention_heads=heads, q_lora_rank=64, o_lora_rank=64, head_dim=512, qk_rope_head_dim=64,
+        o_groups=2, sliding_window=WINDOW, num_hidden_layers=len(ratios), compress_ratios=list(ratios),
+        rms_norm_eps=1e-6, index_topk=TOPK, max_position_embeddings=MAX_LEN, index_n_heads=INDEX_HEADS,
+        index_head_dim=128, **more,
+    )  # fmt: skip
+    config.model_config.hf_config = config.model_config.hf_text_config = text
+    config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens = MAX_LEN, MAX_TOKENS
+    config.kernel_config.sparse_indexer_topk_backend, config.parallel_config.pcp_shard_decode_requests = "auto", False
+    device = SimpleNamespace(device_type="cpu")
+    vars(config).update(quant_config=None, use_v2_model_runner=True, device_config=device)
+    config.attention_config.backend = None
+    return config
 
 
 def drive(rng: np.random.Generator, made: Any) -> None:
@@ -116,19 +135,9 @@ def drive(rng: np.random.Generator, made: Any) -> None:
     vars(flashmla)["compute_fp8_einsum_recipe"] = lambda: (0, 0)
     vars(torch.cuda)["Event"] = type("Event", (), {})
 
-    config = made(HEADS, "fp8_ds_mla")
-    text = SimpleNamespace(
-        hidden_size=64, num_attention_heads=HEADS, q_lora_rank=64, o_lora_rank=64, head_dim=512, qk_rope_head_dim=64,
-        o_groups=2, sliding_window=WINDOW, num_hidden_layers=len(RATIOS), layer_types=["swa", "c4a", "c128a"],
-        compress_rates={"c4a": 4, "c128a": 128}, compress_ratios=list(RATIOS), rms_norm_eps=1e-6, index_topk=TOPK,
-        max_position_embeddings=MAX_LEN, index_n_heads=INDEX_HEADS, index_head_dim=128,
+    config = configured(
+        made, HEADS, RATIOS, layer_types=["swa", "c4a", "c128a"], compress_rates={"c4a": 4, "c128a": 128}
     )  # fmt: skip
-    config.model_config.hf_config = config.model_config.hf_text_config = text
-    config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens = MAX_LEN, MAX_TOKENS
-    config.kernel_config.sparse_indexer_topk_backend, config.parallel_config.pcp_shard_decode_requests = "auto", False
-    device = SimpleNamespace(device_type="cpu")
-    vars(config).update(quant_config=None, use_v2_model_runner=True, device_config=device)
-    config.attention_config.backend = None
     assert "_select_dsv4_attn_cls" in model.DeepseekV4DecoderLayer.__init__.__code__.co_names  # looked up there
     assert model._select_dsv4_attn_cls(config) is ours
     config.attention_config.backend = model.AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4
@@ -147,17 +156,22 @@ def drive(rng: np.random.Generator, made: Any) -> None:
 def hold(layer: Any, held: Layer) -> None:
     """Give a layer its caches and sinks; a profiling run comes first, as in vLLM."""
     assert (layer.compress_ratio, layer.padded_heads, len(layer.attn_sink)) == (held.ratio, HEADS, HEADS)
-    context(None)
-    q = torch.ones(MAX_TOKENS, HEADS, 512, dtype=torch.bfloat16)
-    out = layer._alloc_attn_out(MAX_TOKENS, q)
-    layer.forward_mqa(layer._fused_qnorm_rope_kv_insert(q, q[:, 0], None, None), q[:, 0], None, out)
-    assert not out.any()
+    profile(layer, HEADS)
     layer.attn_sink.data.copy_(held.sink)
     layer.swa_cache_layer.kv_cache = held.window
     if held.compressed is not None:
         layer.kv_cache = held.compressed
     if layer.indexer is not None:
         layer.indexer.k_cache.kv_cache = torch.from_numpy(held.keys)
+
+
+def profile(layer: Any, heads: int) -> None:
+    """A profiling run, which has no metadata."""
+    context(None)
+    q = torch.ones(MAX_TOKENS, heads, 512, dtype=torch.bfloat16)
+    out = layer._alloc_attn_out(MAX_TOKENS, q)
+    layer.forward_mqa(layer._fused_qnorm_rope_kv_insert(q, q[:, 0], None, None), q[:, 0], None, out)
+    assert not out.any()
 
 
 def context(metadata: Any) -> None:
@@ -191,24 +205,24 @@ def builders_of(layer: Any, config: Any) -> dict[str, Any]:
     return builders
 
 
+def batch_of(asked: Any, table: np.ndarray, **more: Any) -> Any:
+    """vLLM's description of a step."""
+    backend = importlib.import_module("vllm.v1.attention.backend")
+    lens, starts = torch.tensor(asked.seq_lens, dtype=torch.int32), torch.from_numpy(asked.starts)
+    return backend.CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, num_reqs=len(lens),
+        num_actual_tokens=len(asked.slots), max_query_len=max(asked.query_lens), max_seq_len=max(asked.seq_lens),
+        block_table_tensor=torch.from_numpy(table), slot_mapping=torch.from_numpy(asked.slots),
+        positions=torch.from_numpy(asked.positions), seq_lens_cpu_upper_bound=lens, **more,
+    )  # fmt: skip
+
+
 def step(layer: Any, builders: dict[str, Any], asked: Asked) -> None:
     """Metadata by vLLM's builders, then the choice of rows and attention as the layer calls them, beside what is
     right."""
-    backend = importlib.import_module("vllm.v1.attention.backend")
-    lens, starts = torch.tensor(asked.seq_lens, dtype=torch.int32), torch.from_numpy(asked.starts)
-    positions = torch.from_numpy(asked.positions)
-
-    def batch(table: np.ndarray) -> Any:
-        return backend.CommonAttentionMetadata(
-            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, num_reqs=len(lens),
-            num_actual_tokens=len(positions), max_query_len=max(asked.query_lens), max_seq_len=max(asked.seq_lens),
-            block_table_tensor=torch.from_numpy(table), slot_mapping=torch.from_numpy(asked.slots),
-            positions=positions, seq_lens_cpu_upper_bound=lens,
-        )  # fmt: skip
-
-    window = layer.swa_cache_layer.prefix
+    window, positions = layer.swa_cache_layer.prefix, torch.from_numpy(asked.positions)
     context({
-        name: builder.build(0, batch(asked.window_table if name == window else asked.table))
+        name: builder.build(0, batch_of(asked, asked.window_table if name == window else asked.table))
         for name, builder in builders.items()
     })  # fmt: skip
     out, choice = torch.full_like(asked.q, torch.nan), (None, None, None)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests import oracle, oracle_v4
+from tests import oracle
 from tests.backends.test_sparse_mla import assert_result
 from tests.integrations import steps_v41, wheel_v4
-from tests.integrations.steps_v4 import INDEX_HEADS, MAX_LEN, MAX_TOKENS, SCALE, TOPK, WINDOW
+from tests.integrations.steps_v4 import MAX_LEN, SCALE, WINDOW
 from tests.integrations.steps_v41 import (
     BLOCK,
     CANDIDATE_SOURCE,
@@ -26,36 +26,9 @@ from tests.integrations.steps_v41 import (
     Model,
 )
 from tests.integrations.test_vllm import HOSTILE
-from tests.integrations.wheel_v4 import CPU, context
+from tests.integrations.wheel_v4 import CPU, batch_of, configured, context, profile
 
 HEADS = 8
-
-
-def windows(
-    lists: torch.Tensor, lens: torch.Tensor, window: int, width: int, left: Any, right: Any, starts: torch.Tensor,
-    seq_lens: torch.Tensor, requests: torch.Tensor, valid: torch.Tensor, table: torch.Tensor, block_size: int,
-    replay_start: torch.Tensor, *, num_tokens: int, token_offset: int, has_image: bool = False,
-) -> None:  # fmt: skip
-    """vLLM's kernel of that: the slots of each token's window."""
-    assert not has_image
-    tokens = slice(token_offset, token_offset + num_tokens)
-    found = oracle_v4.swa_indices_and_lens(
-        starts.numpy(), seq_lens.numpy(), requests[: tokens.stop].numpy(), valid[: tokens.stop].numpy(), table.numpy(),
-        block_size, window, replay_start.numpy(),
-    )  # fmt: skip
-    lists[:num_tokens, 0, :width] = torch.from_numpy(found[0])[tokens]
-    lens[:num_tokens] = torch.from_numpy(found[1])[tokens]
-
-
-def gather_lens(
-    out: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, replay_start: torch.Tensor, prefills: int,
-    decodes: int, window: int,
-) -> None:  # fmt: skip
-    found = oracle_v4.prefill_gather_lens(
-        seq_lens.numpy(), starts.numpy(), decodes, window, replay_start.numpy()
-    )  # fmt: skip
-    out.copy_(torch.from_numpy(found))
-    assert len(out) == prefills
 
 
 def draft_windows(
@@ -94,8 +67,6 @@ def drive(rng: np.random.Generator, made: Any) -> None:
     keys = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
     attention = importlib.import_module("vllm.models.deepseek_v41.attention")
     flashmla = importlib.import_module("vllm.models.deepseek_v41.nvidia.flashmla")
-    vars(swa)["_COMPUTE_SWA_INDICES_AND_LENS_KERNEL"] = windows
-    vars(swa)["_COMPUTE_PREFILL_METADATA_KERNEL"] = gather_lens
     vars(swa)["_COMPUTE_DSPARK_NONCAUSAL_SWA_INDICES_KERNEL"] = draft_windows
     vars(keys)["_PREPARE_UNIFORM_DECODE_KERNEL"] = uniform_decodes
     wheel_v4.leave_out_parts(attention)
@@ -103,7 +74,11 @@ def drive(rng: np.random.Generator, made: Any) -> None:
     if "register_dsv41_o_proj_warmup" in vars(flashmla):
         vars(flashmla)["register_dsv41_o_proj_warmup"] = lambda _: None
 
-    config = configured(made)
+    config = configured(
+        made, HEADS, RATIOS, kv_source_layer_ids=list(KV_SOURCES), index_source_layer_ids=list(INDEX_SOURCES),
+        candidate_source_layer_id=CANDIDATE_SOURCE, candidate_topk_blocks=CANDIDATES, candidate_block_size=8,
+    )  # fmt: skip
+    config.attention_config.indexer_sparse_logits, config.cache_config.swa_bounded_replay = False, True
     which_class(config, ours)
     model = Model(rng, HEADS)
     layers = layers_of(ours, config, model)
@@ -127,26 +102,6 @@ def drive(rng: np.random.Generator, made: Any) -> None:
     print(f"{len(steps_v41.GUESSED)} steps of DeepSeek-V4.1's layers with guessed tokens")
     draft(layers[0], builders[layers[0].swa_cache_layer.prefix], model)
     print("a draft model's layer")
-
-
-def configured(made: Any) -> Any:
-    """A configuration of the small model."""
-    config = made(HEADS, "fp8_ds_mla")
-    text = SimpleNamespace(
-        hidden_size=64, num_attention_heads=HEADS, q_lora_rank=64, o_lora_rank=64, head_dim=512, qk_rope_head_dim=64,
-        o_groups=2, sliding_window=WINDOW, num_hidden_layers=len(RATIOS), compress_ratios=list(RATIOS),
-        rms_norm_eps=1e-6, index_topk=TOPK, max_position_embeddings=MAX_LEN, index_n_heads=INDEX_HEADS,
-        index_head_dim=128, kv_source_layer_ids=list(KV_SOURCES), index_source_layer_ids=list(INDEX_SOURCES),
-        candidate_source_layer_id=CANDIDATE_SOURCE, candidate_topk_blocks=CANDIDATES, candidate_block_size=8,
-    )  # fmt: skip
-    config.model_config.hf_config = config.model_config.hf_text_config = text
-    config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens = MAX_LEN, MAX_TOKENS
-    config.kernel_config.sparse_indexer_topk_backend, config.parallel_config.pcp_shard_decode_requests = "auto", False
-    config.attention_config.indexer_sparse_logits, config.cache_config.swa_bounded_replay = False, True
-    device = SimpleNamespace(device_type="cpu")
-    vars(config).update(quant_config=None, use_v2_model_runner=True, device_config=device)
-    config.attention_config.backend = None
-    return config
 
 
 def which_class(config: Any, ours: Any) -> None:
@@ -177,14 +132,10 @@ def layers_of(ours: Any, config: Any, model: Model) -> list[Any]:
         )
         for number in range(len(RATIOS))
     ]  # fmt: skip
-    context(None)
     for number, layer in enumerate(layers):
         assert (layer.compress_ratio, layer.padded_heads, layer.swa_bytes_per_token) == (RATIOS[number], HEADS, 584)
         assert (layer.indexer is not None) == (number in INDEX_SOURCES)
-        q = torch.ones(MAX_TOKENS, HEADS, 512, dtype=torch.bfloat16)
-        out = layer._alloc_attn_out(MAX_TOKENS, q)
-        layer.forward_mqa(layer._fused_qnorm_rope_kv_insert(q, q[:, 0], None, None), q[:, 0], None, out)
-        assert not out.any()
+        profile(layer, HEADS)
         layer.attn_sink.data.copy_(model.sinks[number])
         layer.swa_cache_layer.kv_cache = model.windows[number]
         if number in KV_SOURCES:
@@ -208,18 +159,6 @@ def builders_of(layers: list[Any], config: Any) -> dict[str, Any]:
             build(layer.indexer.k_cache, BLOCK, block_table_width=MAX_LEN // BLOCK)
         assert (layer.get_kv_cache_spec(config) is None) == (number not in KV_SOURCES)
     return builders
-
-
-def batch_of(asked: Asked, table: np.ndarray, **more: Any) -> Any:
-    """vLLM's description of a step."""
-    backend = importlib.import_module("vllm.v1.attention.backend")
-    lens, starts = torch.tensor(asked.seq_lens, dtype=torch.int32), torch.from_numpy(asked.starts)
-    return backend.CommonAttentionMetadata(
-        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, num_reqs=len(lens),
-        num_actual_tokens=len(asked.slots), max_query_len=max(asked.query_lens), max_seq_len=max(asked.seq_lens),
-        block_table_tensor=torch.from_numpy(table), slot_mapping=torch.from_numpy(asked.slots),
-        positions=torch.from_numpy(asked.positions), seq_lens_cpu_upper_bound=lens, **more,
-    )  # fmt: skip
 
 
 def draft(layer: Any, builder: Any, model: Model) -> None:
