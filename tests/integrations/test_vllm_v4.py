@@ -41,29 +41,41 @@ def made(heads: int, ratio: int, backend: str | None = None) -> Any:
     return layer.attn
 
 
-def metadata_of(asked: steps_v4.Asked, ratio: int, **images: Any) -> dict[str, Any]:
-    """What vLLM's builders make of a step. Behind a list's length stands something from an earlier step."""
-    decodes, valid = asked.num_decodes, asked.slots >= 0
+def window_metadata(asked: Any, block_size: int, replay: np.ndarray | None = None, **images: Any) -> Any:
+    """What vLLM's builder of windows makes of a step. Behind a list's length stands something from an earlier step."""
+    decodes, valid, as_torch = asked.num_decodes, asked.slots >= 0, torch.from_numpy
     first = len(valid) if decodes == len(asked.query_lens) else int(asked.starts[decodes])
     seq_lens = np.array(asked.seq_lens, np.int32)
-    windows, lens = oracle_v4.swa_indices_and_lens(
-        asked.starts, seq_lens, asked.requests, valid, asked.window_table, WINDOW_BLOCK, WINDOW
+    lists, lens = oracle_v4.swa_indices_and_lens(
+        asked.starts, seq_lens, asked.requests, valid, asked.window_table, block_size, WINDOW, replay
     )
-    windows[np.arange(WINDOW) >= lens[:, None]] = 3
-    gathered = oracle_v4.prefill_gather_lens(seq_lens, asked.starts, decodes, WINDOW)
-    as_torch = torch.from_numpy
-    swa = loaded("vllm.v1.attention.backends.mla.sparse_swa").DeepseekSparseSWAMetadata(
-        as_torch(asked.window_table), WINDOW_BLOCK, as_torch(asked.starts), as_torch(asked.starts), as_torch(valid),
-        as_torch(asked.requests), as_torch(windows[:first, None]), as_torch(lens[:first]), decodes, first,
+    lists[np.arange(WINDOW) >= lens[:, None]] = 3
+    gathered = oracle_v4.prefill_gather_lens(seq_lens, asked.starts, decodes, WINDOW, replay)
+    return loaded("vllm.v1.attention.backends.mla.sparse_swa").DeepseekSparseSWAMetadata(
+        as_torch(asked.window_table), block_size, as_torch(asked.starts), as_torch(asked.starts), as_torch(valid),
+        as_torch(asked.requests), as_torch(lists[:first, None]), as_torch(lens[:first]), decodes, first,
         len(asked.query_lens) - decodes, as_torch(seq_lens[decodes:]), as_torch(gathered), **images,
     )  # fmt: skip
+
+
+def metadata_of(asked: steps_v4.Asked, ratio: int, **images: Any) -> dict[str, Any]:
+    """What vLLM's builders make of a step."""
+    swa, as_torch = window_metadata(asked, WINDOW_BLOCK, **images), torch.from_numpy
     if ratio == 1:
         return {"layer.swa_cache": swa}
     more: dict[str, Any] = {}
     if ratio == 128:
         widths = MAX_LEN // ratio, MAX_LEN // ratio
         slots, counts, rows = oracle_v4.c128a_lists(
-            asked.positions, ratio, first, asked.requests, asked.table, BLOCK // ratio, asked.slots, widths, widths[0]
+            asked.positions,
+            ratio,
+            swa.num_decode_tokens,
+            asked.requests,
+            asked.table,
+            BLOCK // ratio,
+            asked.slots,
+            widths,
+            widths[0],
         )
         slots[np.arange(widths[0]) >= counts[:, None]] = 3
         more = {

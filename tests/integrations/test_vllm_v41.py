@@ -7,13 +7,11 @@ import importlib
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
-from tests import oracle_v4  # noqa: E402
 from tests.backends.test_sparse_mla import assert_result  # noqa: E402
 from tests.integrations.steps_v4 import MAX_LEN, MAX_TOKENS, TOPK, WINDOW  # noqa: E402
 from tests.integrations.steps_v41 import (  # noqa: E402
@@ -32,6 +30,7 @@ from tests.integrations.steps_v41 import (  # noqa: E402
 )
 from tests.integrations.stub_vllm import engine, loaded  # noqa: E402
 from tests.integrations.test_vllm import HOSTILE  # noqa: E402
+from tests.integrations.test_vllm_v4 import window_metadata  # noqa: E402
 
 HEADS = 5
 
@@ -74,22 +73,6 @@ def holding(layers: list[Any], model: Model) -> list[Any]:
     return layers
 
 
-def window_metadata(asked: Asked) -> Any:
-    """What vLLM's builder makes of a step."""
-    decodes, valid, as_torch = asked.num_decodes, asked.slots >= 0, torch.from_numpy
-    first = len(valid) if decodes == len(asked.query_lens) else int(asked.starts[decodes])
-    seq_lens = np.array(asked.seq_lens, np.int32)
-    lists, lens = oracle_v4.swa_indices_and_lens(
-        asked.starts, seq_lens, asked.requests, valid, asked.window_table, WINDOW_BLOCK, WINDOW, asked.replay
-    )
-    gathered = oracle_v4.prefill_gather_lens(seq_lens, asked.starts, decodes, WINDOW, asked.replay)
-    return loaded("vllm.v1.attention.backends.mla.sparse_swa").DeepseekSparseSWAMetadata(
-        as_torch(asked.window_table), WINDOW_BLOCK, as_torch(asked.starts), as_torch(asked.starts), as_torch(valid),
-        as_torch(asked.requests), as_torch(lists[:first, None]), as_torch(lens[:first]), decodes, first,
-        len(asked.query_lens) - decodes, as_torch(seq_lens[decodes:]), as_torch(gathered),
-    )  # fmt: skip
-
-
 def key_metadata(asked: Asked, ratio: int) -> Any:
     """What vLLM's builder makes of a step: decodes, then chunks of three prefills, each cut in two."""
     m, decodes, requests = loaded("vllm.v1.attention.backends.mla.indexer"), asked.num_decodes, len(asked.query_lens)
@@ -125,7 +108,7 @@ def key_metadata(asked: Asked, ratio: int) -> Any:
 
 def metadata_of(layers: list[Any], asked: Asked) -> dict[str, Any]:
     compressed = loaded("vllm.models.deepseek_v41.sparse_mla").DeepseekV4FlashMLAMetadata
-    windows = window_metadata(asked)
+    windows = window_metadata(asked, WINDOW_BLOCK, asked.replay)
     metadata = {layer.swa_cache_layer.prefix: windows for layer in layers}
     for number in KV_SOURCES:
         metadata[layers[number].prefix] = compressed(torch.from_numpy(asked.table), BLOCK)
