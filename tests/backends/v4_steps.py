@@ -1,9 +1,9 @@
 """Steps of DeepSeek-V4's and V4.1's layers: batches, caches, lists, and what each layer should give.
 
-The oracle is float64 attention over the rows of each token's window and over its compressed rows, both told by plain
-loops. The caches' rows are codes under scales that have exact products, so that backend and oracle see the same
-numbers. Every slot that no window of the step reaches, every compressed row that is not complete, and the whole
-workspace hold NaN.
+The oracle is float64 attention over the rows of each token's window and over its compressed rows, which plain loops
+find. The caches hold codes and scales whose products are exact, so that backend and oracle see the same numbers. Every
+slot that no window of the step reaches and every compressed row that is not complete hold NaN. So does the whole
+workspace before each layer.
 """
 
 from __future__ import annotations
@@ -101,8 +101,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Model:
-    """The shapes of a model and its engine. The first layer has a sliding window alone, and so have all of its
-    ratio."""
+    """The shapes of a model and its engine. Layers of the first one's ratio have a sliding window alone."""
 
     kind: str
     ratios: tuple[int, ...]  # of the layers
@@ -259,8 +258,15 @@ class Engine:
             for layer, ratio in enumerate(model.ratios)
         ]  # fmt: skip
 
-    def forward(self, layers: list[DeepseekV4Layer], q, swa, metadata, outs, shared: bool = False) -> None:
-        """With lists that each layer converts, or those of the groups."""
+    def forward(
+        self, layers: list[DeepseekV4Layer], q, swa, metadata, outs, shared: bool = False, poison: bool = False
+    ) -> None:
+        """All layers of a step.
+
+        Args:
+            shared: with the lists of the groups, else with those that each layer converts.
+            poison: fill the workspace with NaN before each layer, which must find nothing of an earlier one.
+        """
         for ratio, groups in self.groups.items() if shared else ():
             groups.build(metadata[ratio], swa)
         for number, (ratio, layer) in enumerate(zip(self.model.ratios, layers, strict=True)):
@@ -268,6 +274,8 @@ class Engine:
                 if self.model.index_source[number] == number:
                     self.groups[ratio].put(number, layer.topk_indices)
                 layer = replace(layer, topk_indices=self.groups[ratio].get(number))
+            if poison:
+                self.workspace.get_simultaneous(((self.workspace.size,), np.uint8))[0][...] = 0xFF
             assert self.impls[ratio].forward(q, layer, swa, metadata[ratio], outs[number]) is outs[number]
 
     def run(self, step: Step, shared: bool = False, out_gaps: tuple[int, ...] = ()) -> list[np.ndarray]:
@@ -275,9 +283,8 @@ class Engine:
         swa, metadata = self.build(step)
         layers, q, results = self.layers(step), self.kind.put(step.q), []
         for _ in range(2):
-            self.workspace.get_simultaneous(((self.workspace.size,), np.uint8))[0][...] = 0xFF
             made = [self.kind.put_with_allocation(gapped(poisoned(step.q.shape, BF16), *out_gaps)) for _ in layers]
-            self.forward(layers, q, swa, metadata, [out for out, _ in made], shared)
+            self.forward(layers, q, swa, metadata, [out for out, _ in made], shared, poison=True)
             results.append([self.kind.take(out) for out, _ in made])
             for _, whole in made if out_gaps else ():
                 gaps = self.kind.take(whole).view(np.uint16).reshape(
