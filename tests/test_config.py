@@ -10,6 +10,13 @@ import pytest
 from cupy_mla import SparseMLABackend, SparseMLAConfig, layouts
 
 
+def test_defaults_are_those_of_v32():
+    config = SparseMLAConfig(num_heads=128)
+    assert (config.d_qk, config.d_v, config.topk, config.block_size) == (576, 512, 2048, 64)
+    assert config.layout is layouts.BF16_576
+    assert not config.is_v4
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("num_heads", 0), ("num_heads", 129), ("d_qk", 128), ("d_v", 128), ("topk", 0), ("block_size", 0),
@@ -122,3 +129,11 @@ def test_the_model_says_what_a_compress_ratio_means(model, ratio, compressed, ch
     assert (config.has_compressed_rows, config.has_topk) == (compressed, chosen)
     assert (config.rows_per_block, config.max_compressed_rows) == (rows, longest)
     assert config.max_index_keys == 1001 // max(ratio, 1)
+
+
+def test_it_is_frozen_and_hashable():
+    config = SparseMLAConfig(num_heads=16)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_heads = 8
+    assert config == SparseMLAConfig(num_heads=16)
+    assert hash(config) == hash(SparseMLAConfig(num_heads=16))
