@@ -177,16 +177,17 @@ def test_transformers_deepseek_v4() -> None:
 # --- examples that are spoilt ---------------------------------------------------------------------------------
 
 
-def check_it_fails(folder: Path, example: str, changes: dict[str, str], said: str, *arguments: str) -> None:
-    """A copy of an example, with other text in the place of parts of it, ends with an error that says so."""
+def check_it_fails(
+    folder: Path, example: str, changes: dict[str, str], said: str, *arguments: str, launcher: tuple[str, ...] = ()
+) -> None:
+    """A copy of an example ends with an error that says `said`, where `changes` have replaced parts of its text."""
     program = (ROOT / "examples" / example).read_text()
     for what, instead in changes.items():
         assert program.count(what) == 1
         program = program.replace(what, instead)
     (folder / example).write_text(program)
-    before = TORCHRUN if example == "06_two_gpus.py" else ()
     with pytest.raises(AssertionError, match=said):
-        python(*before, str(folder / example), *arguments)
+        python(*launcher, str(folder / example), *arguments)
 
 
 @pytest.mark.long(sample=1)
@@ -215,6 +216,13 @@ def test_serve_batch_fails_where_something_is_wrong(tmp_path: Path, what: str, i
 
 
 @pytest.mark.long
+@pytest.mark.skipif(not installed("torch"), reason="torch is not installed")
+def test_two_ranks_fail_where_a_part_is_missing(tmp_path: Path) -> None:
+    changes = {"topk_length=length)": "topk_length=length - 40)"}
+    check_it_fails(tmp_path, "06_two_gpus.py", changes, "DIFFERS from one process", launcher=TORCHRUN)
+
+
+@pytest.mark.long
 @needs_transformers
 @pytest.mark.parametrize(
     ("example", "changes", "said"),
@@ -223,15 +231,14 @@ def test_serve_batch_fails_where_something_is_wrong(tmp_path: Path, what: str, i
      ("04_deepseek_v4.py",
       {"paged_cache(model.config,": "paged_cache(DeepseekV4Config(**{**CONFIG, 'sliding_window': 63}),"}, "DISAGREES"),
      ("04_deepseek_v4.py", {"RECALL = 1.25, 0.9": "RECALL = 1.25, 1.0"}, "DISAGREES"),
-     ("06_two_gpus.py", {"topk_length=length)": "topk_length=length - 40)"}, "DIFFERS from one process"),
      ("08_transformers_training.py",
       {"STEPS // 4": "1", "loss = model(tokens,": "loss = model(tokens.roll(1, 1),"},
       "gradients are not those of eager attention"),
      ("08_transformers_training.py", {"STEPS // 4": "1", "INDEXER_LOSS = 21, 2e-3,": "INDEXER_LOSS = 2, 2e-3,"},
       "the loss has not gone down")],
-    ids=["FP8 rows", "recall", "V4's window", "V4's recall", "a part is missing", "gradients", "loss"],
+    ids=["FP8 rows", "recall", "V4's window", "V4's recall", "gradients", "loss"],
 )  # fmt: skip
-def test_examples_with_torch_fail_where_something_is_wrong(
+def test_examples_with_transformers_fail_where_something_is_wrong(
     tmp_path: Path, example: str, changes: dict[str, str], said: str
 ) -> None:
     """With FP8 rows for bf16 ones, or a window one token short, the difference is beyond its bound. FP8 cannot choose
