@@ -59,14 +59,18 @@ def on_cpu() -> Any:
 
 
 def set_names(monkeypatch: pytest.MonkeyPatch, *changed: tuple[Any, dict[str, Any]]) -> None:
-    """Other values of some names of modules."""
+    """Give names of modules or classes other values, until the test ends."""
     for of, values in changed:
         for name, value in values.items():
             monkeypatch.setattr(of, name, value)
 
 
 def record_of(program: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, error: str = ""):
-    """The record of a part that a program writes, with "cpu" for "cuda"; `error`: what it says and then ends."""
+    """Run a program, with "cpu" for "cuda", and read the record that it writes.
+
+    Args:
+        error: the program must end with an error that this regular expression finds; "": it must not.
+    """
     name = program.__name__
     monkeypatch.setattr(sys.modules["harness"], "environment", dict)
     monkeypatch.setenv("OUT", str(folder))

@@ -67,16 +67,9 @@ def metadata_of(asked: steps_v4.Asked, ratio: int, **images: Any) -> dict[str, A
     if ratio == 128:
         widths = MAX_LEN // ratio, MAX_LEN // ratio
         slots, counts, rows = oracle_v4.c128a_lists(
-            asked.positions,
-            ratio,
-            swa.num_decode_tokens,
-            asked.requests,
-            asked.table,
-            BLOCK // ratio,
-            asked.slots,
-            widths,
-            widths[0],
-        )
+            asked.positions, ratio, swa.num_decode_tokens, asked.requests, asked.table, BLOCK // ratio, asked.slots,
+            widths, widths[0],
+        )  # fmt: skip
         slots[np.arange(widths[0]) >= counts[:, None]] = 3
         more = {
             "c128a_global_decode_topk_indices": as_torch(slots[:, None]), "c128a_decode_topk_lens": as_torch(counts),

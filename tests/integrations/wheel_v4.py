@@ -94,7 +94,7 @@ def leave_out_parts(attention: Any) -> None:
 
 
 def configured(made: Any, heads: int, ratios: tuple[int, ...], **more: Any) -> Any:
-    """A configuration of a small model; `more` of what its own says."""
+    """A configuration of a small model; `more`: further fields of the model's own one."""
     config = made(heads, "fp8_ds_mla")
     text = SimpleNamespace(
         hidden_size=64, num_attention_heads=heads, q_lora_rank=64, o_lora_rank=64, head_dim=512, qk_rope_head_dim=64,
