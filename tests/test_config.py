@@ -22,7 +22,7 @@ def test_defaults_are_those_of_v32():
     [("num_heads", 0), ("num_heads", 129), ("d_qk", 128), ("d_v", 128), ("topk", 0), ("block_size", 0),
      ("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("max_model_len", -1), ("num_speculative_tokens", -1),
      ("compress_ratio", 2), ("compress_ratio", 0), ("window", 0), ("cache_layout", "v4_fp8"),
-     ("max_workspace_bytes", 0)],
+     ("cache_layout", "int4"), ("max_workspace_bytes", 0)],
 )  # fmt: skip
 def test_a_field_out_of_range_is_named(field, value):
     with pytest.raises(ValueError, match=rf"^{field}\b.*{value}"):

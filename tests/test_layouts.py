@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import get_args
 
 import numpy as np
@@ -132,3 +133,8 @@ def test_others_by_name():
     assert layouts.by_name("fp8_ds_mla") is V32_FP8
     with pytest.raises(ValueError, match=r"layout must be one of.*'fp32'"):
         layouts.by_name("fp32")
+
+
+def test_layouts_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        V32_FP8.d_qk = 512
