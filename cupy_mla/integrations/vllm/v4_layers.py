@@ -3,6 +3,7 @@ compressed cache."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,9 +55,9 @@ class V4Attention(StockAttention):
             raise ValueError(f"cupy_mla serves DeepSeek-V4 with at most 128 heads on a GPU, got {num_heads}")
         return next(heads for heads in WRITTEN_HEADS if heads >= num_heads)
 
+    @abstractmethod
     def compressed(self, step: dict[str, Any]) -> tuple[Any, Any]:
         """The step's metadata of the compressed cache that the layer reads, and that cache; None for layers without."""
-        raise NotImplementedError
 
     def forward_mqa(self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor) -> None:
         """Attention of a step's tokens, decodes first, over rows that vLLM has written already."""
