@@ -222,18 +222,19 @@ def cache_operations(quick: bool) -> Iterator[tuple[str, Callable[[], tuple[list
         width = 64 if work == "gather" else 128
         table = torch.randperm(tokens // BLOCK, device="cuda").to(torch.int32)[None]
         starts = torch.tensor([0, tokens], device="cuda", dtype=torch.int32)
+        dtype = torch.uint8 if work == "gather" else torch.float8_e5m2
         outs = [
-            (torch.empty(tokens, width, device="cuda", dtype=torch.uint8), torch.empty(tokens, device="cuda"))
+            (torch.empty(tokens, width, device="cuda", dtype=dtype), torch.empty(tokens, device="cuda"))
             for _ in range(3)
         ]
         calls = [partial(cupy_mla.cp_gather_indexer_k_quant_cache, kv_cache, *out, table, starts) for out in outs]
         calls[0]()
-        host = np.zeros((4096, width), np.uint8), np.zeros(4096, np.float32)
+        host = cupy_mla.to_numpy(torch.zeros(4096, width, dtype=dtype)), np.zeros(4096, np.float32)
         first = kv_cache[table[0, :64].long()].cpu().numpy()
         cupy_mla.cp_gather_indexer_k_quant_cache(
             first, *host, np.arange(64, dtype=np.int32)[None], np.array([0, 4096], np.int32)
         )
-        error = float((outs[0][0][:4096].cpu().numpy() != host[0]).sum())
+        error = float((outs[0][0][:4096].view(torch.uint8).cpu().numpy() != host[0].view(np.uint8)).sum())
         return calls, tokens * (68 + width + 4), error
 
     for work in ("pack", "gather", "widen"):

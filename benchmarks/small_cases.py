@@ -35,11 +35,17 @@ from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE
 from cupy_mla.ops.examples import SM_SCALES, Wanted
 from cupy_mla.ops.table import OPERATIONS, TABLE, Operation
 
-BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+BF16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+def to_gpu(array: np.ndarray) -> Any:
+    if array.dtype == E5M2:  # which CuPy does not take from NumPy
+        return cupy.asarray(array.view(np.uint8)).view(E5M2)
+    return cupy.asarray(array)
 
 
 def on_gpu(*arrays: np.ndarray | None) -> list:
-    return [None if a is None else cupy.asarray(a) for a in arrays]
+    return [None if a is None else to_gpu(a) for a in arrays]
 
 
 def compare(name: str, ours: object, reference: np.ndarray, size: float = 1.0) -> None:
@@ -95,7 +101,7 @@ def packed(
 def operation_case(rng: np.random.Generator, operation: Operation) -> None:
     """The operation's calls in the table, some numbers out of range. Both twins must give the same bits."""
     for call in operation.calls(rng, Wanted(strays=True)):
-        results = zip(*(operation.run(call, array) for array in (cupy.asarray, np.asarray)), strict=True)
+        results = zip(*(operation.run(call, array) for array in (to_gpu, np.asarray)), strict=True)
         for i, pair in enumerate(results):
             name = " ".join([operation.name, *call.detail.split(), str(i)])
             compare(name, *(np.ascontiguousarray(a).view(np.uint8) for a in pair))
@@ -453,11 +459,12 @@ def mxfp4_case(rng: np.random.Generator, heads: int, queries: int, kernel: str) 
     caches = [np.zeros((9, 64, token_bytes), np.uint8) for token_bytes in (68, 132)]
     for cache in caches:
         cupy_mla.indexer_k_quant_and_cache(keys.reshape(-1, 128).astype(BF16), cache, np.arange(9 * 64), "ue8m0")
-    q8 = rng.integers(-1, 2, (requests, queries, heads, 128)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    numbers = rng.integers(-1, 2, (requests, queries, heads, 128))
+    e4m3, e5m2 = numbers.astype(E4M3).view(np.uint8), numbers.astype(E5M2)
     w = rng.choice(np.array([-1, 0.5], np.float32), (requests * queries, heads))
     table, lens = rng.integers(0, 9, (requests, 4), dtype=np.int32), rng.integers(0, 256, requests, dtype=np.int32)
     name = f"h {heads} n {queries} {kernel}"
-    given = q8, caches[0], w, lens, table
+    given = e5m2, caches[0], w, lens, table
     ours = cupy_mla.paged_indexer_logits(*on_gpu(*given), 255)
     compare(f"paged logits of MXFP4 {name}", ours, cupy_mla.paged_indexer_logits(*given, 255))
     if queries == 1:
@@ -465,6 +472,7 @@ def mxfp4_case(rng: np.random.Generator, heads: int, queries: int, kernel: str) 
         chosen = np.where(np.arange(9) < blocks[:, None], np.arange(9), -1).astype(np.int32)
         chosen[:, -1] = np.where(blocks > 9, blocks - 1, chosen[:, -1])
         for cache, many in itertools.product(caches, (False, True)):  # as if there were many units an SM
+            q8 = e5m2 if cache is caches[0] else e4m3
             given = q8[:, 0], cache, w, chosen, lens, np.arange(requests, dtype=np.int32), table
             with replaced(logits_sm90, **({"FEW_UNITS": 0} if many else {})):
                 ours = cupy_mla.candidate_logits(*on_gpu(*given))
@@ -472,6 +480,14 @@ def mxfp4_case(rng: np.random.Generator, heads: int, queries: int, kernel: str) 
             compare(f"logits of {of}", ours, cupy_mla.candidate_logits(*given))
             ours = cupy_mla.select_candidate_rows(*on_gpu(*given), 40)
             compare(f"rows of {of}", ours, cupy_mla.select_candidate_rows(*given, 40))
+    k8, ends = keys.clip(-1, 1).reshape(-1, 128).astype(E5M2), np.arange(2 * queries, dtype=np.int32) * 30 + 40
+    k8, ks, w = k8[:511], np.ones(511, np.float32), w[: 2 * queries]
+    of_rows = e5m2[:2].reshape(-1, heads, 128), k8, ks, w, ends // 2, ends
+    for compact in ({}, {"compact_width": 70}):
+        ours = cupy_mla.indexer_logits(*on_gpu(*of_rows), **compact)
+        compare(
+            f"logits of e5m2 {name}{' compact' * bool(compact)}", ours, cupy_mla.indexer_logits(*of_rows, **compact)
+        )
     os.environ.pop(LOGITS_VARIABLE)
 
 

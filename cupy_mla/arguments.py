@@ -32,7 +32,7 @@ class QuantizeQ(NamedTuple):
 
     Attributes:
         scale_format: "fp32", "ue8m0" or "mxfp4".
-        codes, w: results; codes are e4m3, or with `scales` e2m1.
+        codes, w: results; codes are e4m3, of "mxfp4" e5m2, or with `scales` e2m1.
         scales: a result, or None.
     """
 
@@ -52,8 +52,8 @@ class RaggedKeys(NamedTuple):
     """Queries of the indexer, and keys in rows. Each query sees a range of them.
 
     Attributes:
-        q8: [M, H, 128] e4m3 queries.
-        k8: [N, 128] e4m3 keys.
+        q8: [M, H, 128] e4m3 or e5m2 queries.
+        k8: [N, 128] e4m3 or e5m2 keys.
         ks: [N] float32 scales of the keys.
         w: [M, H] float32 weights of the heads.
         starts, ends: [M] int32 ranges of keys.
@@ -71,7 +71,7 @@ class PagedKeys(NamedTuple):
     """Queries of the indexer, and the keys of their requests in a paged cache.
 
     Attributes:
-        q8: [B, n, H, 128] e4m3 queries.
+        q8: [B, n, H, 128] e4m3 or e5m2 queries.
         cache: [num_blocks, block_size, 132] in layout INDEXER_FP8, or 68 in INDEXER_MXFP4.
         w: [B * n, H] float32 weights of the heads.
         lens: [B] or [B, n] int32 keys that a request's query tokens see.
@@ -91,7 +91,7 @@ class CandidateKeys(NamedTuple):
     """Query tokens of the indexer, and the candidate blocks of 8 keys that each of them sees in a paged cache.
 
     Attributes:
-        q8: [T, H, 128] e4m3 queries.
+        q8: [T, H, 128] e4m3 or e5m2 queries.
         cache: as in `PagedKeys`.
         w: [T, H] float32 weights of the heads.
         candidates: [T, C] int32 numbers of blocks in the token's request, ascending, -1 behind the last.

@@ -28,7 +28,7 @@ import numpy as np
 from . import private
 from .arrays import HOST, Array, aligned_up, arrays_in, with_arrays
 from .checks.options import require_choice, require_integer, shown
-from .dtypes import BFLOAT16, E4M3, E8M0, UINT8
+from .dtypes import BFLOAT16, E4M3, E5M2, E8M0, UINT8
 from .typing import AnyArray, LibraryName
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _NARROW: dict[np.dtype, np.dtype] = {
     BFLOAT16: np.dtype(np.int16),
     E4M3: UINT8,
+    E5M2: UINT8,
     E8M0: UINT8,
 }
 
@@ -488,6 +489,7 @@ def _torch_dtypes() -> tuple[dict[Any, np.dtype], dict[np.dtype, Any]]:
     known = {getattr(torch, n): np.dtype(n) for n in (*names, *more) if hasattr(torch, n)}
     known[torch.bfloat16] = BFLOAT16
     known[torch.float8_e4m3fn] = E4M3
+    known[torch.float8_e5m2] = E5M2
     if hasattr(torch, "float8_e8m0fnu"):
         known[torch.float8_e8m0fnu] = E8M0
     return known, {v: k for k, v in known.items()}
@@ -814,13 +816,13 @@ def to_numpy(array: AnyArray) -> np.ndarray:
         return a.numpy()
     if a.kind == "torch":
         return a.library.host_view(a.obj.detach().cpu(), a.dtype)
-    return a.obj.get()
+    return a.obj.view(UINT8).get().view(E5M2) if a.dtype == E5M2 else a.obj.get()  # CuPy has no kernels for e5m2
 
 
 def to_cupy(array: AnyArray) -> Any:
     """`array` as CuPy: the same memory when it is on a GPU (DLPack), a copy when it is on the host.
 
-    bfloat16 stays bfloat16; fp8 comes as uint8, since CuPy has no fp8 type.
+    bfloat16 stays bfloat16, and float8_e5m2 that, which CuPy has no kernels for; other fp8 comes as uint8.
 
     Raises:
         RuntimeError: CuPy or a GPU is missing.
@@ -838,7 +840,7 @@ def to_cupy(array: AnyArray) -> Any:
         moved = cupy.asarray(a.numpy().view(narrow))
     else:
         moved = cupy.from_dlpack(a.obj.detach().view(a.library.native_dtype(narrow)))
-    return moved.view(BFLOAT16) if a.dtype == BFLOAT16 else moved
+    return moved.view(a.dtype) if a.dtype in (BFLOAT16, E5M2) else moved
 
 
 def to_torch(array: AnyArray, dtype: torch.dtype | None = None) -> torch.Tensor:

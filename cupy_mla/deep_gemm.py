@@ -4,7 +4,8 @@
 
 Takes torch, CuPy and NumPy arrays. Beyond DeepGEMM: 8 to 64 heads in steps of 8, any number of queries a request, any
 block size, GPUs from sm_80 on, CPUs, and compressed logits (`max_seqlen_k`) with `clean_logits`. FP4 is converted to
-e4m3 (`cupy_mla.widen_mxfp4` says what is exact); for queries, and keys in rows, that takes another launch.
+e5m2 (`cupy_mla.widen_mxfp4` says what is exact); for queries, and keys in rows, that takes another launch. Queries may
+be FP4 while keys are FP8, and the other way round; that is slower on Hopper.
 
 Source: DeepGEMM's Python interface as it ships in vLLM 0.22.1. That of vLLM 0.33 has only the `fp8_fp4_*` functions,
 with other arguments in the place of `clean_logits`. Those are an error here, so give arguments by name.
@@ -197,7 +198,7 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
 
 
 def _queries(q: Any, weights: Any) -> tuple[Any, Any]:
-    """The queries as e4m3, and the heads' weights times the scales of the queries."""
+    """The queries as FP8, and the heads' weights times the scales of the queries."""
     values, scales = _pair("q", q)
     if scales is None:
         return values, weights

@@ -7,6 +7,7 @@ import numpy as np
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E5M2 = np.dtype(ml_dtypes.float8_e5m2)
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 FLOAT16 = np.dtype(np.float16)
 FLOAT32 = np.dtype(np.float32)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from .kinds import E4M3, gapped, poisoned
+from .kinds import E4M3, E5M2, gapped, poisoned
 from .oracle_indexer import calc_diff
 
 TOLERANCE = 1e-7  # of `calc_diff`, over the logits of a call; the specification asks for 5e-6
@@ -19,6 +21,13 @@ def codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return (values * 448 / np.abs(values).max(-1, keepdims=True)).astype(E4M3).view(np.uint8)
 
 
+def e5m2(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """As of widened MXFP4: multiples of 1/2 up to 6, in groups of 32 under powers of two up to 2^5 apart."""
+    values = rng.choice(np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6]), shape)
+    sizes = np.exp2(13 - rng.integers(0, 6, (*shape[:-1], shape[-1] // 32)))
+    return (values * sizes.repeat(32, axis=-1)).astype(E5M2)
+
+
 def scales(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.uniform(0.002, 0.02, shape).astype(np.float32)
 
@@ -30,6 +39,18 @@ def weights(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def exact_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
     """E4m3 bytes of few ones and minus ones: every sum of their products is exact in bfloat16, and ties abound."""
     return rng.choice(np.array([0] * 14 + [1, -1], E4M3).view(np.uint8), shape)
+
+
+def exact_e5m2(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """The numbers of `exact_codes` as e5m2."""
+    return exact_codes(rng, *shape).view(E4M3).astype(E5M2)
+
+
+def made(exact: bool, e5m2_codes: bool) -> Callable[..., np.ndarray]:
+    """What draws queries or keys of a type."""
+    if e5m2_codes:
+        return exact_e5m2 if exact else e5m2
+    return exact_codes if exact else codes
 
 
 def exact_weights(rng: np.random.Generator, *shape: int) -> np.ndarray:

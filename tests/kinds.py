@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-POISON = 0xFF  # NaN as bfloat16, float32, e4m3 and e8m0; -1 as an integer
+E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+POISON = 0xFF  # NaN as bfloat16, float32, e4m3, e5m2 and e8m0; -1 as an integer
 
 
 def gapped(values: np.ndarray, *gaps: int) -> np.ndarray:
@@ -85,11 +85,11 @@ class CuPy(NumPy):
         return self.cupy.asarray(raw)
 
     def view(self, whole: Any, dtype: np.dtype, shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Any:
-        dtype = np.dtype(np.uint8) if dtype == E4M3 else dtype  # CuPy has no fp8
+        dtype = np.dtype(np.uint8) if dtype == E4M3 else dtype  # CuPy has no fp8; of e5m2 it keeps the dtype
         return self.cupy.ndarray(shape, dtype, whole.data + start, strides)
 
     def take(self, array: Any) -> np.ndarray:
-        return array.get()
+        return array.view(np.uint8).get().view(E5M2) if array.dtype == E5M2 else array.get()
 
     def is_mine(self, array: Any) -> bool:
         return isinstance(array, self.cupy.ndarray)
@@ -126,7 +126,7 @@ class Torch(NumPy):
         self.torch = torch = importlib.import_module("torch")
         names = ("bool", "uint8", "int8", "int32", "int64", "float16", "float32", "float64")
         self.dtypes = {np.dtype(n): getattr(torch, n) for n in names}
-        self.dtypes |= {BF16: torch.bfloat16, E4M3: torch.float8_e4m3fn}
+        self.dtypes |= {BF16: torch.bfloat16, E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
     def whole(self, raw: np.ndarray) -> Any:
         return self.torch.from_numpy(raw.copy()).to(self.device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
+BF16, FLOAT8_E5M2 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e5m2)
 D_V = 512
 
 
@@ -28,6 +28,22 @@ def _e4m3_value(code: int) -> float:
 
 
 E4M3 = np.array([_e4m3_value(code) for code in range(256)])
+
+
+def _e5m2_value(code: int) -> float:
+    """float8_e5m2: 1 sign, 5 exponent (bias 15), 2 mantissa bits; infinities and NaN as in float16."""
+    sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 2 & 31, code & 3
+    if exponent == 31:
+        return math.nan if mantissa else sign * math.inf
+    return sign * (math.ldexp(mantissa, -16) if exponent == 0 else math.ldexp(4 + mantissa, exponent - 17))
+
+
+E5M2 = np.array([_e5m2_value(code) for code in range(256)])
+
+
+def fp8(a: np.ndarray) -> np.ndarray:
+    """The values of an array of e5m2, or else of e4m3, as float64."""
+    return (E5M2 if a.dtype == FLOAT8_E5M2 else E4M3)[a.view(np.uint8)]
 
 
 def e4m3_code(x: np.ndarray) -> np.ndarray:

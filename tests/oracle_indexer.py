@@ -32,8 +32,8 @@ def q_scale(values: np.ndarray, scale_format: str) -> np.float32:
 
 
 def logits(q8: np.ndarray, k8: np.ndarray, ks: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Logits [N] float64 of one query token [H, 128] over keys; q8 and k8 are bytes."""
-    q, keys = oracle.E4M3[q8].astype(np.float64), oracle.E4M3[k8].astype(np.float64)
+    """Logits [N] float64 of one query token [H, 128] over keys; q8 and k8 are e5m2, or bytes of e4m3."""
+    q, keys = oracle.fp8(q8), oracle.fp8(k8)
     dots = np.einsum("jd,hd->jh", keys, q)
     return ks.astype(np.float64) * np.einsum("jh,h->j", np.where(dots < 0, 0.0, dots), w.astype(np.float64))
 

@@ -83,8 +83,8 @@ def key(cache: np.ndarray, slot: int) -> np.ndarray:
 
 
 def logit(q8: np.ndarray, of_key: np.ndarray, w: np.ndarray) -> float:
-    """Of one query token [H, 128], bytes of e4m3."""
-    dots = oracle.E4M3[q8].astype(np.float64) @ of_key
+    """Of one query token [H, 128], e5m2 or bytes of e4m3."""
+    dots = oracle.fp8(q8) @ of_key
     return float((np.where(dots < 0, 0.0, dots) * w.astype(np.float64)).sum())
 
 

@@ -252,6 +252,9 @@ def test_fp4(kind, rng, packed: bool) -> None:
     flat = codes.reshape(-1, heads, 64), scales.reshape(-1, heads, 4)
     got = deep_gemm.fp8_fp4_mqa_logits(put(*flat), put(keys, key_scales), *rows)
     indexers.assert_close(kind.take(got), cupy_mla.indexer_logits(q8, k8, ks, w, starts, ends))
+    fp8_keys, fp8_scales = indexers.codes(rng, 40, 128), indexers.scales(rng, 40)
+    got = deep_gemm.fp8_fp4_mqa_logits(put(*flat), (kind.put(fp8_keys), kind.put(fp8_scales)), *rows)
+    indexers.assert_close(kind.take(got), cupy_mla.indexer_logits(q8, fp8_keys, fp8_scales, w, starts, ends))
     pages = [kind.put(a) for a in (cache[:, :, None], weights, lens, table)]
     got = deep_gemm.fp8_fp4_paged_mqa_logits(put(codes, scales), *pages, None, 40, True)
     expected = cupy_mla.paged_indexer_logits(q8.reshape(3, n, heads, 128), cache, w, lens, table, 40)

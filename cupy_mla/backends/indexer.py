@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from ..arrays import Array
 from ..bridges import Place, bind, describe, require_array
 from ..checks.options import require_bool, require_choice, require_instance
-from ..checks.validate import QUANTIZED
+from ..checks.validate import MULTIPLIED
 from ..config import SparseMLAConfig
-from ..dtypes import FLOAT32, INT32, UINT8
+from ..dtypes import E5M2, FLOAT32, INT32, UINT8
+from ..layouts import INDEXER_MXFP4
 from ..metadata.batch import reshape_query_for_spec_decode
 from ..metadata.indexer import (
     IndexerDecodeMetadata,
@@ -95,7 +96,8 @@ class IndexerImpl:
             k: [T, (1,) 128] bfloat16 keys, rotated. With compression, or pools of tokens (from `kpool_compress`), row t
                 is the key that token t completes; rows of tokens that complete none are not read. None: the cache holds
                 the step's keys already.
-            q8: [T, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64, from `quantize_indexer_q`.
+            q8: [T, H, 128] uint8 or float8_e4m3fn, of MXFP4 float8_e5m2, H a multiple of 8 up to 64, from
+                `quantize_indexer_q`.
             w: [T, H] float32 weights of the heads, from `quantize_indexer_q`.
             kv_cache: [num_blocks, rows, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, or [..., 68] in layout
                 INDEXER_MXFP4, as many rows a block as the config's block size has keys; written in place.
@@ -123,7 +125,7 @@ class IndexerImpl:
         place, (q, cache, chosen) = bind(q8=q8, kv_cache=kv_cache, topk_indices_buffer=topk_indices_buffer)
         if place != self.workspace.place:
             raise ValueError(f"q8: expected it where the workspace is, {self.workspace.place}, got {place}")
-        tokens, heads, _ = q.require(QUANTIZED, "T", HEADS, D).shape
+        tokens, heads, _ = q.require(MULTIPLIED, "T", HEADS, D).shape
         chosen.require(INT32, "tokens", self.config.topk_width).require_writable()
         candidates = self._candidates(place, candidate_block_buffer, among_candidates)
         if metadata is None:
@@ -162,7 +164,8 @@ class IndexerImpl:
         places = 0 if decode is None else _places(decode)
         rows = max((chunk.num_keys for chunk in chunks if not chunk.choose_all), default=0)
         num_blocks = 0 if chosen.blocks is None else chosen.blocks.shape[1]
-        keys, scales, pools, counts, *padded = self._scratch(rows, places, tokens, num_blocks)
+        mxfp4 = queries.kv_cache.shape[-1] == INDEXER_MXFP4.last_axis
+        keys, scales, pools, counts, *padded = self._scratch(rows, places, tokens, num_blocks, mxfp4)
         into = chosen if metadata.token_context_lens is None else _Chosen(pools)
         if decode is not None:
             end = slice(metadata.num_decode_tokens)
@@ -231,7 +234,7 @@ class IndexerImpl:
         q8, w, to = queries.q8, queries.w, chosen
         if decode.requires_padding:
             rows, blocks = padded
-            q8, w = q8[decode.padded_rows], w[decode.padded_rows]
+            q8, w = self._padded(q8, decode.padded_rows), w[decode.padded_rows]
             to = _Chosen(rows, None if chosen.blocks is None else blocks)
         select_rows_paged(
             reshape_query_for_spec_decode(q8, requests), queries.kv_cache, w, decode.context_lens, decode.block_table,
@@ -264,7 +267,11 @@ class IndexerImpl:
                 numbers = self._numbers[: to.shape[1]]
                 to[...] = numbers * (numbers <= count[:, None]) - 1  # 0 ... count - 1, then -1
 
-    def _scratch(self, rows: int, places: int, tokens: int, blocks: int = 0) -> list[Any]:
+    def _padded(self, q8: Any, rows: Any) -> Any:
+        """Rows of q8, taken as bytes: CuPy keeps float8_e5m2, but has no kernels for it."""
+        return q8.view(self.workspace.place.library.native_dtype(UINT8))[rows].view(q8.dtype)
+
+    def _scratch(self, rows: int, places: int, tokens: int, blocks: int = 0, mxfp4: bool = False) -> list[Any]:
         """Scratch memory: gathered keys, their scales, chosen pools, their counts; rows and blocks of padded decodes.
 
         Args:
@@ -272,10 +279,11 @@ class IndexerImpl:
             places: query tokens of decodes that are padded to one length.
             tokens: of the step.
             blocks: candidate blocks of a token.
+            mxfp4: keys are gathered out of a cache of MXFP4.
         """
         topk, pooled = self.config.index_topk, tokens if self.config.kpool > 1 else 0
         return self.workspace.get_simultaneous(
-            ((rows, D), UINT8), ((rows,), FLOAT32), ((pooled, topk), INT32), ((pooled,), INT32),
+            ((rows, D), E5M2 if mxfp4 else UINT8), ((rows,), FLOAT32), ((pooled, topk), INT32), ((pooled,), INT32),
             ((places, topk), INT32), ((places, blocks), INT32),
         )  # fmt: skip
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..dtypes import E4M3, INT64, UINT8
+from ..dtypes import E4M3, E5M2, INT64, UINT8
 from ..layouts import D_V, MAX_HEADS, Layout, names
 from .options import require_choice, require_integer
 
 QUANTIZED = (UINT8, E4M3)
+MULTIPLIED = (*QUANTIZED, E5M2)  # queries and keys of the indexer's logits; uint8 is e4m3
 
 ALIGNMENT = 16  # bytes: the start and the blocks of a quantized cache are multiples
 INDEXER_ALIGNMENT = 4  # the same for the indexer's caches, whose blocks may have an odd number of tokens

@@ -46,7 +46,7 @@ def gather_kernel(layout: Layout, widen: bool, aligned: bool) -> Kernel:
     """The kernel that copies keys and scales out of a cache.
 
     Args:
-        widen: MXFP4 is written as e4m3.
+        widen: MXFP4 is written as e5m2.
         aligned: arrays allow wide accesses.
     """
     defines = {**defines_of(layout), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": GATHER_TOKENS_PER_BLOCK}

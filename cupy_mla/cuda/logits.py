@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from .. import private
 from ..arguments import CandidateKeys, PagedKeys, QuantizeQ, RaggedKeys
 from ..arrays import Array
-from ..layouts import INDEXER_FP8, INDEXER_LAYOUTS, INDEXER_MXFP4, Layout
+from ..dtypes import E5M2
+from ..layouts import INDEXER_FP8, INDEXER_MXFP4
 from . import logits_sm90, structs
 from .driver import Gpu
 from .indexer import defines_of
 from .kernel import Kernel
-from .logits_sm90 import HEADS, Work, padded_heads
+from .logits_sm90 import E5M2_ROWS, HEADS, PAGED_FP8, PAGED_MXFP4, ROWS, Keys, Work, padded_heads
 from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
 from .program import Launch, Pointer, Program
 from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
@@ -66,24 +68,19 @@ def quantize_kernel(aligned: bool, mxfp4: bool, widen: bool) -> Kernel:
 def logits_kernel(
     heads: int,
     rows: int,
-    paged: bool,
+    keys: Keys,
     aligned: bool,
     compact: bool,
-    layout: Layout,
-    candidates: bool,
 ) -> Kernel:
-    """The kernel for so many heads, and query rows (queries times heads) of a tile.
+    """The kernel for so many heads, and query rows (queries times heads) of a tile. Its parameters say whether queries
+    are e4m3 or e5m2.
 
     Args:
-        paged: keys are in a paged cache, else in rows.
         aligned: keys allow 16-byte loads.
         compact: results start at the first key that a query sees.
-        layout: of the keys.
-        candidates: queries see candidate blocks of paged keys.
     """
     defines = {
-        **defines_of(layout), "HEADS": heads, "QUERIES": rows // heads, "PAGED": int(paged), "ALIGNED": int(aligned),
-        "COMPACT": int(compact), "CANDIDATES": int(candidates),
+        **keys.defines(), "HEADS": heads, "QUERIES": rows // heads, "ALIGNED": int(aligned), "COMPACT": int(compact),
     }  # fmt: skip
     return Kernel("indexer/logits.cu", structs.LOGITS, defines, spill_bytes=SPILL_BYTES)
 
@@ -101,14 +98,14 @@ def kernels() -> Iterator[Kernel]:
         for mxfp4, widen in ((False, False), (True, False), (True, True)):
             yield quantize_kernel(aligned, mxfp4, widen)
     for heads in HEADS:
-        for compact in (False, True):
-            yield logits_kernel(heads, TILE_ROWS, False, True, compact, INDEXER_FP8, False)
-        for layout in INDEXER_LAYOUTS:
-            yield logits_kernel(heads, TILE_ROWS, True, False, False, layout, False)
+        for keys, compact in product((ROWS, E5M2_ROWS), (False, True)):
+            yield logits_kernel(heads, TILE_ROWS, keys, True, compact)
+        for keys in (PAGED_FP8, PAGED_MXFP4):
+            yield logits_kernel(heads, TILE_ROWS, keys, False, False)
             for rows in (FEW_ROWS, TILE_ROWS):
-                yield logits_kernel(heads, rows, True, True, False, layout, False)
+                yield logits_kernel(heads, rows, keys, True, False)
             for aligned in (False, True):
-                yield logits_kernel(heads, FEW_ROWS, True, aligned, False, layout, True)
+                yield logits_kernel(heads, FEW_ROWS, keys._replace(candidates=True), aligned, False)
 
 
 def quantize_indexer_q(gpu: Gpu, a: QuantizeQ) -> Program:
@@ -187,8 +184,10 @@ def ragged_logits(gpu: Gpu, of: RaggedKeys, part: Part, compact_width: int | Non
         q_head=q8.strides[1], w_stride=w.strides[0], out_stride=part.stride, key_stride=k8.strides[0], lens_stride=0,
         schedule_stride=0, requests=1, queries=queries, heads=heads, width=keys, num_blocks=0, clean=int(part.clean),
         compact_width=0 if compact_width is None else compact_width, all_chosen=part.all_chosen,
+        e5m2_queries=int(_is_e5m2(q8)),
     )  # fmt: skip
-    return [_launch(gpu, Work(heads, False, 1, queries, keys, compact_width is not None), True, params)]
+    work = Work(heads, E5M2_ROWS if _is_e5m2(k8) else ROWS, 1, queries, keys, compact_width is not None)
+    return [_launch(gpu, work, True, q8, params)]
 
 
 def paged_logits(gpu: Gpu, of: PagedKeys, part: Part, width: int) -> Program:
@@ -202,9 +201,9 @@ def paged_logits(gpu: Gpu, of: PagedKeys, part: Part, width: int) -> Program:
     num_blocks, block_size, _ = kv_cache.shape
     if requests == 0 or n == 0 or width == 0:
         return ()
-    aligned, layout = _aligned(kv_cache), _layout(kv_cache)
-    takes_schedule = layout is INDEXER_FP8 and _by_sm90(gpu, aligned) and logits_sm90.scheduled(heads, n, block_size)
-    if not takes_schedule:
+    aligned, keys = _aligned(kv_cache), _keys(kv_cache)
+    fp8 = not (keys.e5m2 or _is_e5m2(q8))
+    if not (fp8 and _by_sm90(gpu, aligned, True) and logits_sm90.scheduled(heads, n, block_size)):
         schedule = None
     params = structs.LOGITS(
         **NO_CANDIDATES, table=block_table(table, block_size, first, requests),
@@ -214,10 +213,10 @@ def paged_logits(gpu: Gpu, of: PagedKeys, part: Part, width: int) -> Program:
         out_stride=part.stride, key_stride=kv_cache.strides[0], lens_stride=lens_stride(lens),
         schedule_stride=0 if schedule is None else schedule.strides[0], requests=requests, queries=n, heads=heads,
         width=width, num_blocks=num_blocks, clean=int(part.clean), compact_width=0,
-        all_chosen=part.all_chosen if schedule is None else 0,
+        all_chosen=part.all_chosen if schedule is None else 0, e5m2_queries=int(_is_e5m2(q8)),
     )  # fmt: skip
     shares = None if schedule is None else schedule.shape[0]
-    return [_launch(gpu, Work(heads, True, requests, n, width, shares=shares, layout=layout), aligned, params)]
+    return [_launch(gpu, Work(heads, keys, requests, n, width, shares=shares), aligned, q8, params)]
 
 
 def candidate_logits(gpu: Gpu, of: CandidateKeys, out: Array) -> Program:
@@ -242,9 +241,10 @@ def logits_of_candidates(gpu: Gpu, of: CandidateKeys, part: Part) -> Program:
         queries=1, heads=heads, width=width, num_blocks=num_blocks, clean=int(part.clean), compact_width=0,
         all_chosen=0, candidates=candidates.ptr + 4 * first * candidates.strides[0],
         req_id=req_id.ptr + 4 * first * req_id.strides[0], candidates_stride=candidates.strides[0],
+        e5m2_queries=int(_is_e5m2(q8)),
     )  # fmt: skip
-    work = Work(heads, True, tokens, 1, width, layout=_layout(kv_cache), candidates=True)
-    return [_launch(gpu, work, _aligned(kv_cache), params)]
+    work = Work(heads, _keys(kv_cache)._replace(candidates=True), tokens, 1, width)
+    return [_launch(gpu, work, _aligned(kv_cache), q8, params)]
 
 
 def _aligned(kv_cache: Array) -> bool:
@@ -252,8 +252,12 @@ def _aligned(kv_cache: Array) -> bool:
     return kv_cache.ptr % 16 == 0 and (kv_cache.shape[0] <= 1 or kv_cache.strides[0] % 16 == 0)
 
 
-def _layout(kv_cache: Array) -> Layout:
-    return INDEXER_MXFP4 if kv_cache.shape[2] == INDEXER_MXFP4.last_axis else INDEXER_FP8
+def _is_e5m2(array: Array) -> bool:
+    return array.dtype == E5M2
+
+
+def _keys(kv_cache: Array) -> Keys:
+    return PAGED_MXFP4 if kv_cache.shape[2] == INDEXER_MXFP4.last_axis else PAGED_FP8
 
 
 def require_known() -> None:
@@ -270,18 +274,19 @@ def _require_name(asked: str | None) -> None:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {asked!r}")
 
 
-def choose(capability: int, aligned: bool, asked: str | None) -> str:
+def choose(capability: int, aligned: bool, asked: str | None, alike: bool = True) -> str:
     """The name of the kernel that makes logits: the one that is asked for, else the fastest that can serve the call.
 
     Args:
         capability: as of `Gpu`.
         aligned: keys allow 16-byte loads.
         asked: what CUPY_MLA_INDEXER_KERNELS says.
+        alike: queries and keys are multiplied as the same type, e4m3 or e5m2.
 
     Raises:
         ValueError: no kernel has that name, or it cannot serve this call.
     """
-    hopper = capability == 90 and aligned
+    hopper = capability == 90 and aligned and alike
     if not asked:
         return SM90 if hopper else PORTABLE
     _require_name(asked)
@@ -289,22 +294,23 @@ def choose(capability: int, aligned: bool, asked: str | None) -> str:
         raise ValueError(
             f"{VARIABLE} is {asked}, which cannot serve this call: compute capability {capability / 10}"
             + ("" if aligned else ", keys not aligned to 16 bytes")
+            + ("" if alike else ", one of queries and keys is e5m2, the other e4m3")
         )
     return asked
 
 
-def _by_sm90(gpu: Gpu, aligned: bool) -> bool:
-    return choose(gpu.capability, aligned, asked_kernel()) == SM90
+def _by_sm90(gpu: Gpu, aligned: bool, alike: bool) -> bool:
+    return choose(gpu.capability, aligned, asked_kernel(), alike) == SM90
 
 
-def _launch(gpu: Gpu, work: Work, aligned: bool, params: Packed) -> Launch:
+def _launch(gpu: Gpu, work: Work, aligned: bool, q8: Array, params: Packed) -> Launch:
     """The launch of the kernel that `choose` names. `aligned`: keys allow 16-byte loads."""
-    heads, paged, requests, queries, width, compact, _, layout, candidates = work
-    if _by_sm90(gpu, aligned):
+    heads, keys, requests, queries, width, compact, _ = work
+    if _by_sm90(gpu, aligned, keys.e5m2 == _is_e5m2(q8)):
         return logits_sm90.launch(gpu, work, params)
     padded = padded_heads(heads)
-    few = candidates or (paged and aligned and queries * padded <= FEW_ROWS)
+    few = keys.candidates or (keys.paged and aligned and queries * padded <= FEW_ROWS)
     rows = FEW_ROWS if few else TILE_ROWS
     tiles = requests * ceil_div(queries, rows // padded)
     ctas = min(CTAS_PER_SM * gpu.sms, tiles * max(ceil_div(width, UNIT), 1))
-    return Launch(logits_kernel(padded, rows, paged, aligned, compact, layout, candidates), (ctas, 1, 1), params)
+    return Launch(logits_kernel(padded, rows, keys, aligned, compact), (ctas, 1, 1), params)

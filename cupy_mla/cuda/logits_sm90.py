@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from ..layouts import INDEXER_FP8, INDEXER_MXFP4, Layout
@@ -49,27 +50,49 @@ class Tile(NamedTuple):
         return self.rows // heads * (self.warpgroups if self.together else 1)
 
 
+class Keys(NamedTuple):
+    """The keys of a launch.
+
+    Attributes:
+        paged: they are in a paged cache, else in rows.
+        layout: of the cache.
+        e5m2: they are multiplied as e5m2, else as e4m3.
+        candidates: requests are query tokens, which see candidate blocks of keys in the cache.
+    """
+
+    paged: bool
+    layout: Layout = INDEXER_FP8
+    e5m2: bool = False
+    candidates: bool = False
+
+    def defines(self) -> dict[str, int | str]:
+        """The constants for such keys."""
+        return {
+            **defines_of(self.layout), "PAGED": int(self.paged), "E5M2_KEYS": int(self.e5m2),
+            "CANDIDATES": int(self.candidates),
+        }  # fmt: skip
+
+
+ROWS, E5M2_ROWS = Keys(False), Keys(False, e5m2=True)
+PAGED_FP8, PAGED_MXFP4 = Keys(True), Keys(True, INDEXER_MXFP4, e5m2=True)
+
+
 class Work(NamedTuple):
     """What a launch computes: logits of requests of `queries` queries each over at most `width` keys.
 
     Attributes:
         heads: index heads of a query.
-        paged: keys are in a paged cache, else in rows.
         compact: results start at the first key that a query sees.
         shares: shares of the schedule; None: there is none.
-        layout: of the keys.
-        candidates: requests are query tokens, which see candidate blocks of keys in a paged cache.
     """
 
     heads: int
-    paged: bool
+    keys: Keys
     requests: int
     queries: int
     width: int
     compact: bool = False
     shares: int | None = None
-    layout: Layout = INDEXER_FP8
-    candidates: bool = False
 
 
 MANY = Tile(128, 4, True, 10, underway=1)
@@ -90,14 +113,12 @@ def padded_heads(heads: int) -> int:
 def kernel(
     heads: int,
     tile: Tile,
-    paged: bool,
+    keys: Keys,
     compact: bool,
     alone: bool,
     scheduled: bool,
-    layout: Layout,
-    candidates: bool,
 ) -> Kernel:
-    """The kernel for so many heads, of a call as `Work` describes it.
+    """The kernel for so many heads, of a call as `Work` describes it. Queries are of the same type as keys.
 
     Args:
         compact: results start at the first key that a query sees.
@@ -105,10 +126,9 @@ def kernel(
         scheduled: a schedule divides the work, and every unit of keys lies in one block.
     """
     defines = {
-        **defines_of(layout), "HEADS": heads, "QUERIES": tile.rows // heads, "WARPGROUPS": tile.warpgroups,
-        "TOGETHER": int(tile.together), "STAGES": tile.stages, "CTAS_PER_SM": tile.ctas, "PAGED": int(paged),
-        "ALIGNED": 1, "COMPACT": int(compact), "UNDERWAY": tile.underway, "SCHEDULED": int(scheduled),
-        "CANDIDATES": int(candidates),
+        **keys.defines(), "HEADS": heads, "QUERIES": tile.rows // heads, "WARPGROUPS": tile.warpgroups,
+        "TOGETHER": int(tile.together), "STAGES": tile.stages, "CTAS_PER_SM": tile.ctas, "ALIGNED": 1,
+        "COMPACT": int(compact), "UNDERWAY": tile.underway, "SCHEDULED": int(scheduled),
     }  # fmt: skip
     return Kernel(
         "indexer/logits_sm90.cu", structs.LOGITS, defines, archs=("90a",), target="90a", alone=alone, overlaps=True
@@ -117,35 +137,33 @@ def kernel(
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    fp8, mxfp4 = (INDEXER_FP8, False), (INDEXER_MXFP4, False)
     for heads in HEADS:
         for tile in FEW:
             for alone in (False, True)[: tile.ctas]:
-                yield kernel(heads, tile, True, False, alone, False, *fp8)
-                yield kernel(heads, BESIDE if tile == FEW[0] and not alone else tile, True, False, alone, True, *fp8)
-        yield kernel(heads, LONG, True, False, False, True, *fp8)
-        yield kernel(heads, MANY, True, False, False, False, *fp8)
-        for tile in (FEW[-1], MANY):
-            for compact in (False, True):
-                yield kernel(heads, tile, False, compact, False, False, *fp8)
+                yield kernel(heads, tile, PAGED_FP8, False, alone, False)
+                yield kernel(heads, BESIDE if tile == FEW[0] and not alone else tile, PAGED_FP8, False, alone, True)
+        yield kernel(heads, LONG, PAGED_FP8, False, False, True)
+        yield kernel(heads, MANY, PAGED_FP8, False, False, False)
+        for tile, keys, compact in product((FEW[-1], MANY), (ROWS, E5M2_ROWS), (False, True)):
+            yield kernel(heads, tile, keys, compact, False, False)
         tiles = [tile for tile in FEW_MXFP4 if tile.queries(heads)]
         for tile in tiles:
-            yield kernel(heads, tile, True, False, False, False, *mxfp4)
-        yield kernel(heads, tiles[0], True, False, False, False, INDEXER_MXFP4, True)
+            yield kernel(heads, tile, PAGED_MXFP4, False, False, False)
+        yield kernel(heads, tiles[0], PAGED_MXFP4._replace(candidates=True), False, False, False)
         for alone in (False, True):
-            yield kernel(heads, FEW[0], True, False, alone, False, INDEXER_FP8, True)
+            yield kernel(heads, FEW[0], PAGED_FP8._replace(candidates=True), False, alone, False)
 
 
-def tile_for(heads: int, queries: int, paged: bool, layout: Layout = INDEXER_FP8) -> Tile:
-    """The tile for requests of so many queries each, keys in rows or paged."""
-    mxfp4 = layout is INDEXER_MXFP4
-    few = FEW_MXFP4 if mxfp4 else FEW if paged else FEW[-1:]
+def tile_for(heads: int, queries: int, keys: Keys = PAGED_FP8) -> Tile:
+    """The tile for requests of so many queries each."""
+    mxfp4 = keys.layout is INDEXER_MXFP4
+    few = FEW_MXFP4 if mxfp4 else FEW if keys.paged else FEW[-1:]
     return next((tile for tile in few if queries <= tile.queries(heads)), FEW_MXFP4[-1] if mxfp4 else MANY)
 
 
 def scheduled(heads: int, queries: int, block_size: int) -> bool:
     """Whether the kernel can take a schedule: a request's queries are one tile, and every unit lies in one block."""
-    return tile_for(padded_heads(heads), queries, True) is not MANY and block_size % UNIT == 0
+    return tile_for(padded_heads(heads), queries) is not MANY and block_size % UNIT == 0
 
 
 def shares_of_step(gpu: Gpu, queries: int, block_size: int) -> int | None:
@@ -170,7 +188,7 @@ def shares_of_schedule(gpu: Gpu, heads: int, requests: int, queries: int, width:
     ones have ended.
     """
     padded = padded_heads(heads)
-    tile = tile_for(padded, queries, True)
+    tile = tile_for(padded, queries)
     units = _units(padded, tile, requests, queries, width)
     shares = _usual_shares(gpu, tile, units)
     return 3 * shares if shares > gpu.sms and units > LATE_SHARES_UNITS * gpu.sms else shares
@@ -178,9 +196,9 @@ def shares_of_schedule(gpu: Gpu, heads: int, requests: int, queries: int, width:
 
 def launch(gpu: Gpu, work: Work, params: Packed) -> Launch:
     """The launch of the fastest variant."""
-    heads, paged, requests, queries, width, compact, shares, layout, candidates = work
+    heads, keys, requests, queries, width, compact, shares = work
     padded = padded_heads(heads)
-    tile = tile_for(padded, queries, paged, layout)
+    tile = tile_for(padded, queries, keys)
     by_schedule = shares is not None
     ctas = _usual_shares(gpu, tile, _units(padded, tile, requests, queries, width)) if shares is None else shares
     alone = tile.ctas > 1 and ctas <= gpu.sms
@@ -188,5 +206,5 @@ def launch(gpu: Gpu, work: Work, params: Packed) -> Launch:
         tile = BESIDE
     elif by_schedule and tile == FEW[1] and _units(padded, tile, requests, queries, width) > LONG_UNITS * gpu.sms:
         tile = LONG
-    found = kernel(padded, tile, paged, compact, alone, by_schedule, layout, candidates)
+    found = kernel(padded, tile, keys, compact, alone, by_schedule)
     return Launch(found, (ctas, 1, 1), params)

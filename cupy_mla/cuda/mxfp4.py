@@ -1,4 +1,4 @@
-"""The launcher of `kernels_cu/indexer/widen_mxfp4.cu`, which converts MXFP4 rows to e4m3."""
+"""The launcher of `kernels_cu/indexer/widen_mxfp4.cu`, which converts MXFP4 rows to e5m2."""
 
 from __future__ import annotations
 

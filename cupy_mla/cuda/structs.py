@@ -274,5 +274,5 @@ LOGITS_WORK = Struct(
 LOGITS = Struct(
     "LogitsParams", LOGITS_WORK, q8=POINTER, keys=POINTER, scales=POINTER, w=POINTER, out=POINTER, schedule=POINTER,
     q_request=INT64, q_query=INT64, q_head=INT64, w_stride=INT64, out_stride=INT64, key_stride=INT64,
-    schedule_stride=INT64, heads=INT32, num_blocks=INT32, clean=INT32, compact_width=INT32,
+    schedule_stride=INT64, heads=INT32, num_blocks=INT32, clean=INT32, compact_width=INT32, e5m2_queries=INT32,
 )  # fmt: skip

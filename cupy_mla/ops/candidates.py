@@ -14,7 +14,7 @@ from ..arguments import CandidateKeys, Selection
 from ..bridges import bind
 from ..calls.operation import operation
 from ..checks.options import require_integer
-from ..checks.validate import QUANTIZED
+from ..checks.validate import MULTIPLIED
 from ..checks.values import check_ranges, check_requests
 from ..cuda import logits as cuda_logits
 from ..cuda import topk as cuda
@@ -92,7 +92,8 @@ def candidate_logits(
     block or key.
 
     Args:
-        q8: [T, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes.
+        q8: [T, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes. Of MXFP4
+            float8_e5m2, as for `paged_indexer_logits`.
         kv_cache: [num_blocks, block_size, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, or [..., 68] in
             layout INDEXER_MXFP4.
         w: [T, H] float32 weights of the heads, as `quantize_indexer_q` returns them.
@@ -189,7 +190,7 @@ def select_candidate_rows(
 def _require(of: CandidateKeys) -> tuple[int, int]:
     """Check the arrays of logits over candidate blocks; returns the numbers of tokens and of blocks for each."""
     cuda_logits.require_known()
-    tokens, heads, _ = require_rows(of.q8.require(QUANTIZED, "T", HEADS, D)).shape
+    tokens, heads, _ = require_rows(of.q8.require(MULTIPLIED, "T", HEADS, D)).shape
     indexer_layout(of.cache)
     of.w.require(FLOAT32, tokens, heads)
     _, blocks = of.candidates.require(INT32, tokens, "C").shape

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import layouts
 from ..arguments import Prefill, RowScales, Target
-from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32
+from ..dtypes import BFLOAT16, E4M3, E5M2, FLOAT32, INT32, UINT8
 from ..layouts import (
     ATTENTION_LAYOUTS,
     CACHE_LAYOUTS,
@@ -463,11 +463,11 @@ def v4_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 
 def indexer_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for layout, width in ((INDEXER_FP8, 128), (INDEXER_MXFP4, 64), (INDEXER_MXFP4, 128)):
+    for layout, width, dtype in ((INDEXER_FP8, 128, UINT8), (INDEXER_MXFP4, 64, UINT8), (INDEXER_MXFP4, 128, E5M2)):
         for block_size in (32, 15):
             starts = np.append(0, _lens(rng, wanted).cumsum()).astype(np.int32)
             arguments = {
-                "kv_cache": _full_cache(rng, layout, BLOCKS, block_size), "dst_k": _unwritten((60, width), np.uint8),
+                "kv_cache": _full_cache(rng, layout, BLOCKS, block_size), "dst_k": _unwritten((60, width), dtype),
                 "dst_scale": _unwritten((60,), np.float32), "block_table": _block_table(rng, wanted, 4),
                 "cu_seq_lens": starts,
             }  # fmt: skip
@@ -517,6 +517,10 @@ def _few_ones(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.choice(np.array([0] * 14 + [1, -1], E4M3).view(np.uint8), shape)
 
 
+def _as_e5m2(codes: np.ndarray) -> np.ndarray:
+    return codes.view(E4M3).astype(E5M2)
+
+
 def _simple(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.choice(np.array([-1, -0.5, 0.5, 1], np.float32), shape)
 
@@ -544,6 +548,11 @@ def logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         yield Call(f"{queries} x {keys}, {heads} heads", _ragged(rng, wanted, queries, keys, heads))
         arguments = {**_ragged(rng, wanted, queries, keys, heads), "compact_width": keys // 2}
         yield Call(f"{queries} x {keys}, {heads} heads, compact", arguments)
+        arguments = {**arguments, **{name: _as_e5m2(arguments[name]) for name in ("q8", "k8")}}
+        yield Call(f"{queries} x {keys}, {heads} heads, compact, e5m2", arguments)
+        arguments = {name: value for name, value in arguments.items() if name != "compact_width"}
+        yield Call(f"{queries} x {keys}, {heads} heads, e5m2", arguments)
+        yield Call(f"{queries} x {keys}, {heads} heads, e5m2 queries", {**arguments, "k8": _few_ones(rng, keys, 128)})
 
 
 def select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -574,8 +583,9 @@ def _paged(
 ) -> dict[str, Any]:
     """Three requests, of at most 95 keys; with strays of at most 100, of which their blocks hold 90 or so."""
     longest, held = (100, 90) if wanted.strays else (95, 95)
+    q8 = _few_ones(rng, 3, n, heads, 128)
     return {
-        "q8": _few_ones(rng, 3, n, heads, 128), "kv_cache": _simple_keys(rng, layout, block_size),
+        "q8": _as_e5m2(q8) if layout is INDEXER_MXFP4 else q8, "kv_cache": _simple_keys(rng, layout, block_size),
         "w": _simple(rng, 3 * n, heads), "context_lens": rng.integers(0, longest + 1, 3, dtype=np.int32),
         "block_table": _block_table(rng, wanted, -(-held // block_size)), "max_context_len": 95,
     }  # fmt: skip
@@ -598,7 +608,10 @@ def paged_logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
         arguments = _paged(rng, wanted, n, heads, block_size)
         yield Call(f"{detail}, scheduled", _scheduled(arguments, 4))
         yield Call(detail, arguments)
-        yield Call(f"{detail}, MXFP4", _paged(rng, wanted, n, heads, block_size, INDEXER_MXFP4))
+        mxfp4 = _paged(rng, wanted, n, heads, block_size, INDEXER_MXFP4)
+        yield Call(f"{detail}, MXFP4", mxfp4)
+        yield Call(f"{detail}, MXFP4, e4m3 queries", {**mxfp4, "q8": arguments["q8"]})
+        yield Call(f"{detail}, e5m2 queries", {**arguments, "q8": mxfp4["q8"]})
 
 
 def schedule_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:

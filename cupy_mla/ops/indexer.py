@@ -16,7 +16,7 @@ from ..checks.options import require_choice
 from ..checks.validate import INDEXER_ALIGNMENT, QUANTIZED, cache_layout, require_cache, require_slots, tokens_of
 from ..checks.values import check_blocks, check_offsets, check_slots
 from ..cuda import indexer as cuda
-from ..dtypes import BFLOAT16, FLOAT32, INT32, UINT8
+from ..dtypes import BFLOAT16, E5M2, FLOAT32, INT32, UINT8
 from ..layouts import INDEXER_FP8, INDEXER_LAYOUTS, LEAST_NORMAL, Layout
 from ..reference import indexer as reference
 from ..typing import AnyArray, ScaleFormat
@@ -86,9 +86,9 @@ def cp_gather_indexer_k_quant_cache(
 
     Args:
         kv_cache: [num_blocks, block_size, 132 or 68] uint8 or float8_e4m3fn, as for `indexer_k_quant_and_cache`.
-        dst_k: [S, 128] uint8 or float8_e4m3fn, rows at multiples of 4 bytes; written in place. Of INDEXER_MXFP4 these
-            are the widened keys, and [S, 64] uint8 the keys as they are. Rows beyond it are not written; rows of tokens
-            whose block does not exist become zeros, their scales too.
+        dst_k: [S, 128] uint8 or float8_e4m3fn, rows at multiples of 4 bytes; written in place. Of INDEXER_MXFP4 it is
+            [S, 128] float8_e5m2 for the widened keys, or [S, 64] uint8 for the keys as they are. Rows beyond it are not
+            written; rows of tokens whose block does not exist become zeros, their scales too.
         dst_scale: [S] float32, or its bytes, [S, 4] uint8, as vLLM has them; written in place. With [S, 64] keys the
             bytes are the four scales of a token.
         block_table: [R, M] int32 blocks of each request.
@@ -113,8 +113,13 @@ def cp_gather_indexer_k_quant_cache(
         kv_cache=kv_cache, dst_k=dst_k, dst_scale=dst_scale, block_table=block_table, cu_seq_lens=cu_seq_lens
     )
     layout = indexer_layout(cache)
-    widths = (INDEXER_FP8.d_qk,) if layout is INDEXER_FP8 else (INDEXER_FP8.d_qk, layout.row_stride)
-    rows = keys.require(QUANTIZED, "S", widths).require_writable().shape[0]
+    if layout is INDEXER_FP8:
+        keys.require(QUANTIZED, "S", layout.d_qk)
+    elif keys.shape[-1:] == (layout.row_stride,):
+        keys.require(QUANTIZED, "S", layout.row_stride)
+    else:
+        keys.require(E5M2, "S", layout.d_qk)
+    rows = keys.require_writable().shape[0]
     if not keys.aligned(ALIGNMENT):
         raise ValueError(
             f"dst_k: rows must start at multiples of {ALIGNMENT} bytes in memory, got strides {list(keys.strides)} "

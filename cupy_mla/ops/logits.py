@@ -25,11 +25,11 @@ from ..arrays import Array
 from ..bridges import bind
 from ..calls.operation import operation
 from ..checks.options import require_bool, require_choice, require_integer, require_together
-from ..checks.validate import INDEXER_ALIGNMENT, QUANTIZED
+from ..checks.validate import INDEXER_ALIGNMENT, MULTIPLIED
 from ..checks.values import check_contexts, check_ranges, check_rotations
 from ..cuda import logits as cuda
 from ..cuda import mxfp4 as cuda_mxfp4
-from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64, UINT8
+from ..dtypes import BFLOAT16, E4M3, E5M2, FLOAT32, INT32, INT64, UINT8
 from ..layouts import INDEXER_FP8, INDEXER_MXFP4
 from ..reference import logits as reference
 from ..reference import mxfp4 as reference_mxfp4
@@ -87,10 +87,10 @@ def quantize_indexer_q(
         rope_first: rotate the first 64 values, else the last.
         interleaved: rotate values 2i and 2i + 1 by angle i, else i and i + 32.
         scale_format: "fp32"; "ue8m0": the scale is rounded up to a power of two; or "mxfp4": values are rounded to
-            MXFP4, as by `quantize_indexer_q_mxfp4`, and converted to e4m3, as by `widen_mxfp4`.
+            MXFP4, as by `quantize_indexer_q_mxfp4`, and converted to e5m2, as by `widen_mxfp4`.
 
     Returns:
-        q8 [T, H, 128] float8_e4m3fn (uint8 in CuPy, which has no fp8) and w [T, H] float32.
+        q8 [T, H, 128] float8_e4m3fn (uint8 in CuPy, which has no fp8), of "mxfp4" float8_e5m2, and w [T, H] float32.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides.
@@ -123,8 +123,8 @@ def quantize_indexer_q_mxfp4(
     """Quantize the indexer's queries to MXFP4, after a rotation if that is asked for: two e2m1 values a byte, the first
     in its low bits, and a power of two as scale for each group of 32.
 
-    Engines store this format, and DeepGEMM takes it. The logits here take e4m3: `widen_mxfp4` converts to it, or
-    `quantize_indexer_q` with `scale_format="mxfp4"` makes it at once.
+    Engines store this format, and DeepGEMM takes it. The logits here take FP8: `widen_mxfp4` converts to e5m2, or
+    `quantize_indexer_q` with `scale_format="mxfp4"` makes that at once.
 
     For a group of 32 values::
 
@@ -179,7 +179,10 @@ def _quantize_q(q: Any, weights: Any, rotation: _Rotation, scale_format: str, pa
         cos_sin.require((FLOAT32, BFLOAT16), "P", ROPE)
         if arrays.CHECK_VALUES:
             check_rotations(positions, cos_sin.shape[0])
-    codes = place.new("q4", (tokens, heads, D // 2), UINT8) if packed else place.new("q8", (tokens, heads, D), E4M3)
+    if packed:
+        codes = place.new("q4", (tokens, heads, D // 2), UINT8)
+    else:
+        codes = place.new("q8", (tokens, heads, D), E5M2 if scale_format == MXFP4 else E4M3)
     scales = place.new("scales", (tokens, heads, SCALES), UINT8) if packed else None
     w = place.new("w", (tokens, heads), FLOAT32)
     place.call(
@@ -193,12 +196,12 @@ def _quantize_q(q: Any, weights: Any, rotation: _Rotation, scale_format: str, pa
 
 @operation
 def widen_mxfp4(codes: A, scales: AnyArray, weights: AnyArray | None = None) -> tuple[A, A]:
-    """Convert queries or keys from MXFP4 to e4m3, which the logits take, with one factor a row, a power of two.
+    """Convert queries or keys from MXFP4 to e5m2, which the logits take, with one factor a row, a power of two.
 
     GPUs below sm_100 cannot multiply e2m1. The four scales of a row become one: `factor` is the largest of them times
-    2**-6. A value becomes `e2m1 * 2**(6 - below)` if its group's scale is `2**-below` times the largest. That is exact
-    up to `below = 14`. Values of groups further below are rounded to multiples of 2**-15 times the largest scale, and a
-    factor below 2**-126 becomes 0.
+    2**-13. A value becomes `e2m1 * 2**(13 - below)` if its group's scale is `2**-below` times the largest. That is
+    exact up to `below = 28`. Values of groups further below are truncated to multiples of 2**-29 times the largest
+    scale, and a factor below 2**-126 becomes 0.
 
     Args:
         codes: [N, 64] or [T, H, 64] uint8, two values a byte, rows at multiples of 4 bytes.
@@ -206,8 +209,8 @@ def widen_mxfp4(codes: A, scales: AnyArray, weights: AnyArray | None = None) -> 
         weights: [N] or [T, H] float32; factors are multiplied by these, for queries the heads' weights.
 
     Returns:
-        values [N, 128] or [T, H, 128] float8_e4m3fn (uint8 in CuPy), and factors [N] or [T, H] float32: for queries
-        `q8` and `w`, for keys `k8` and `ks`. A row with a scale of NaN has the factor NaN.
+        values [N, 128] or [T, H, 128] float8_e5m2, and factors [N] or [T, H] float32: for queries `q8` and `w`, for
+        keys `k8` and `ks`. A row with a scale of NaN has the factor NaN.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides.
@@ -228,7 +231,7 @@ def widen_mxfp4(codes: A, scales: AnyArray, weights: AnyArray | None = None) -> 
     scales_.require(UINT8, *rows, SCALES)
     if weights_ is not None:
         weights_.require(FLOAT32, *rows, contiguous=False)
-    values, factors = place.new("values", (*rows, D), E4M3), place.new("factors", rows, FLOAT32)
+    values, factors = place.new("values", (*rows, D), E5M2), place.new("factors", rows, FLOAT32)
     place.call(cuda_mxfp4.widen_mxfp4, reference_mxfp4.widen_mxfp4, codes_, scales_, weights_, values, factors)
     return values.obj, factors.obj
 
@@ -256,8 +259,10 @@ def indexer_logits(
     own query and key alone.
 
     Args:
-        q8: [M, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes.
-        k8: [N, 128] uint8 or float8_e4m3fn, rows at multiples of 16 bytes.
+        q8: [M, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes. Of MXFP4
+            float8_e5m2, as `quantize_indexer_q` or `widen_mxfp4` make it, without infinities.
+        k8: [N, 128] uint8 or float8_e4m3fn, rows at multiples of 16 bytes. Of MXFP4 float8_e5m2, as for q8. A Hopper
+            GPU is slower where one of q8 and k8 is e5m2, the other e4m3.
         ks: [N] float32 scales of the keys.
         w: [M, H] float32 weights of the heads, as `quantize_indexer_q` returns them.
         starts, ends: [M] int32; token i sees keys `max(starts[i], 0) <= j < min(ends[i], N)`.
@@ -316,8 +321,10 @@ def paged_indexer_logits(
     logit is -inf.
 
     Args:
-        q8: [B, n, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes.
-        kv_cache: [num_blocks, block_size, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8.
+        q8: [B, n, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes. Of MXFP4
+            float8_e5m2, as for `indexer_logits`.
+        kv_cache: [num_blocks, block_size, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, or [..., 68] in
+            layout INDEXER_MXFP4. A Hopper GPU is slower over MXFP4 keys with e4m3 queries, and over FP8 keys with e5m2.
         w: [B * n, H] float32 weights of the heads, as `quantize_indexer_q` returns them.
         context_lens: [B] int32, and token j of n sees the first `context_lens[b] - n + j + 1` keys; or [B, n] int32,
             the number of keys that each token sees, not one row expanded to B.
@@ -424,8 +431,8 @@ def paged_indexer_schedule(
 def require_ragged(of: RaggedKeys) -> tuple[int, int]:
     """Check the arrays of logits over ranges of rows; returns the numbers of queries and keys."""
     cuda.require_known()
-    queries, heads, _ = require_rows(of.q8.require(QUANTIZED, "M", HEADS, D)).shape
-    keys, _ = require_rows(of.k8.require(QUANTIZED, "N", D)).shape
+    queries, heads, _ = require_rows(of.q8.require(MULTIPLIED, "M", HEADS, D)).shape
+    keys, _ = require_rows(of.k8.require(MULTIPLIED, "N", D)).shape
     of.ks.require(FLOAT32, keys)
     of.w.require(FLOAT32, queries, heads)
     of.starts.require(INT32, queries)
@@ -446,7 +453,7 @@ def _require_lens(lens: Array, requests: int | str, n: int | str) -> int:
 def require_paged(of: PagedKeys, max_context_len: int) -> int:
     """Check the arrays of logits over a paged cache; returns the number of queries."""
     cuda.require_known()
-    requests, n, heads, _ = require_rows(of.q8.require(QUANTIZED, "B", "n", HEADS, D)).shape
+    requests, n, heads, _ = require_rows(of.q8.require(MULTIPLIED, "B", "n", HEADS, D)).shape
     indexer_layout(of.cache)
     of.w.require(FLOAT32, requests * n, heads)
     _require_lens(of.lens, requests, n)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from ..bridges import as_dtype, to_numpy
-from ..dtypes import BFLOAT16, E4M3, FLOAT16, FLOAT32, INT32, INT64, UINT8
+from ..dtypes import BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32, INT32, INT64, UINT8
 from ..layouts import CACHE_LAYOUTS, D_V, INDEXER_LAYOUTS, QUANTIZED_OF_V4, QUANTIZED_OF_V32, Layout
 from ..typing import A, AnyArray
 from . import (
@@ -44,6 +44,9 @@ from . import (
 from .candidates import BLOCK
 from .examples import ALL, Call, Wanted
 
+# By the values of settings.
+DTYPES: dict[Any, np.dtype] = {**backward.DTYPES, logits.MXFP4: E5M2}
+
 
 class Result(NamedTuple):
     """An array that an operation allocates and returns.
@@ -57,7 +60,7 @@ class Result(NamedTuple):
         setting: a bool setting; the result is returned only if it is True. "": always.
         of: an optional array; if it is not given, None is returned in the place of the result. "": never.
         unless: a bool setting, True by default; if it is False, None is returned in the place of the result. "": never.
-        dtype_setting: a setting that names the dtype, if there is one.
+        dtype_setting: a setting by which the dtype is another one (`DTYPES`), if there is one.
         half: an array; if it is float16, so is the result. "": there is none.
     """
 
@@ -80,8 +83,7 @@ class Result(NamedTuple):
         """Its dtype in a call with these arguments."""
         if self.half and as_dtype(arguments[self.half].dtype) == FLOAT16:
             return FLOAT16
-        named = arguments.get(self.dtype_setting)
-        return self.dtype if named is None else backward.DTYPES[named]
+        return DTYPES.get(arguments.get(self.dtype_setting), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,10 @@ TABLE = (
     Operation(
         logits.quantize_indexer_q,
         examples.quantize_q_calls,
-        results=(Result("q8", lambda q, **_: q.shape, E4M3), Result("w", lambda weights, **_: weights.shape, FLOAT32)),
+        results=(
+            Result("q8", lambda q, **_: q.shape, E4M3, dtype_setting="scale_format"),
+            Result("w", lambda weights, **_: weights.shape, FLOAT32),
+        ),
     ),
     Operation(
         logits.quantize_indexer_q_mxfp4,
@@ -308,7 +313,7 @@ TABLE = (
         logits.widen_mxfp4,
         examples.widen_mxfp4_calls,
         results=(
-            Result("values", lambda codes, **_: (*codes.shape[:-1], logits.D), E4M3),
+            Result("values", lambda codes, **_: (*codes.shape[:-1], logits.D), E5M2),
             Result("factors", lambda codes, **_: codes.shape[:-1], FLOAT32),
         ),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arguments import CandidateKeys, PagedKeys, QuantizeQ, RaggedKeys
-from ..dtypes import BFLOAT16, E4M3, E4M3_MAX
+from ..dtypes import BFLOAT16, E4M3, E4M3_MAX, E5M2
 from ..layouts import INDEXER_FP8, INDEXER_MXFP4
 from . import mxfp4
 from .cache import _ceil_log2
@@ -36,7 +36,7 @@ def quantize_indexer_q(a: QuantizeQ) -> None:
     if a.scales is not None:
         a.codes[...], a.scales[...] = mxfp4.quantize(values)
     elif a.scale_format == "mxfp4":
-        a.codes.view(E4M3)[...], scales = mxfp4.widen(*mxfp4.quantize(values))
+        a.codes[...], scales = mxfp4.widen(*mxfp4.quantize(values))
     else:
         a.codes.view(E4M3)[...], scales = rounded(values, AMAX_FLOOR, a.scale_format)
     a.w[...] = a.weights.astype(np.float32) * scales * np.float32((a.q.shape[1] * D) ** -0.5)
@@ -72,7 +72,7 @@ def _rotated(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, interlea
 
 def indexer_logits(of: RaggedKeys, clean: bool, compact: bool, out: np.ndarray) -> None:
     """Logits of queries over ranges of key rows; see `cupy_mla.indexer_logits`."""
-    keys = of.k8.view(E4M3).astype(np.float64)
+    keys = _numbers(of.k8)
     for i, (start, end) in enumerate(zip(of.starts.tolist(), of.ends.tolist(), strict=True)):
         begin, stop = max(start, 0), min(end, len(keys))
         first = begin if compact else 0  # the key of a row's first entry
@@ -129,7 +129,7 @@ def _keys_of(cache: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarr
     codes, scale_bytes = (region[block, offset] for region in key_regions(layout, cache))
     if layout is INDEXER_MXFP4:
         return mxfp4.dequantize(codes, scale_bytes), np.ones(len(slots), np.float32)
-    return codes.view(E4M3).astype(np.float64), scale_bytes.view(np.float32)[..., 0]
+    return _numbers(codes), scale_bytes.view(np.float32)[..., 0]
 
 
 def paged_indexer_schedule(
@@ -174,8 +174,13 @@ def visible_keys(context_lens: np.ndarray, n: int) -> np.ndarray:
     return lens if lens.ndim == 2 else lens[:, None] - n + 1 + np.arange(n)
 
 
+def _numbers(a: np.ndarray) -> np.ndarray:
+    """E5m2, or else e4m3, as float64."""
+    return (a if a.dtype == E5M2 else a.view(E4M3)).astype(np.float64)
+
+
 @np.errstate(all="ignore")
 def _logits(q8: np.ndarray, keys: np.ndarray, scales: np.ndarray, w: np.ndarray) -> np.ndarray:
     """Logits of one query token [H, D] over keys [n, D] float64: dot products of e4m3 are exact in any order."""
-    dots = keys @ q8.view(E4M3).astype(np.float64).T
+    dots = keys @ _numbers(q8).T
     return ((np.maximum(dots, 0) * w).sum(axis=1) + 0.0) * scales  # + 0.0 turns -0 into 0

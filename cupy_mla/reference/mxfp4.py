@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..dtypes import E4M3, E8M0
+from ..dtypes import E5M2, E8M0
 from ..layouts import LEAST_NORMAL
 
 GROUP, NAN_SCALE = 32, 255
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([MAGNITUDES, -MAGNITUDES])  # by code
 BETWEEN = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)  # midpoints, which round to the even code
-WIDENED_BY = 6  # e4m3 numbers are e2m1 times 2^6 in the group of the largest scale
+WIDENED_BY = 13  # e5m2 numbers are e2m1 times 2^13 in the group of the largest scale
+SUBNORMALS = 16  # e5m2 numbers are multiples of 2^-16
 
 
 @np.errstate(all="ignore")
@@ -51,11 +52,12 @@ def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def widen(codes: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The values as e4m3 [..., n], and their factors [...] float32: powers of two, or 0 where float32 has no normal
-    one. Values in small groups of a row are rounded; see `cupy_mla.widen_mxfp4`."""
+    """The values as e5m2 [..., n], and their factors [...] float32: powers of two, or 0 where float32 has no normal
+    one. Values in small groups of a row are truncated; see `cupy_mla.widen_mxfp4`."""
     largest = scales.max(axis=-1).astype(np.int64)
     exponent = np.repeat(WIDENED_BY - (largest[..., None] - scales), GROUP, axis=-1)
-    values = np.ldexp(unpacked(codes), exponent).astype(E4M3)
+    multiples = np.trunc(np.ldexp(unpacked(codes), exponent + SUBNORMALS))
+    values = np.ldexp(multiples, -SUBNORMALS).astype(E5M2)
     factors = np.ldexp(np.float32(1), largest - 127 - WIDENED_BY).astype(np.float32)
     factors = np.where(factors < np.finfo(np.float32).tiny, np.float32(0), factors)
     return values, np.where(largest == NAN_SCALE, np.float32(np.nan), factors)
@@ -64,7 +66,7 @@ def widen(codes: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def widen_mxfp4(
     codes: np.ndarray, scales: np.ndarray, weights: np.ndarray | None, values: np.ndarray, factors: np.ndarray
 ) -> None:
-    """Codes to e4m3, factors times weights; see `cupy_mla.widen_mxfp4`."""
-    values.view(E4M3)[...], factors[...] = widen(codes.view(np.uint8), scales)
+    """Codes to e5m2, factors times weights; see `cupy_mla.widen_mxfp4`."""
+    values[...], factors[...] = widen(codes.view(np.uint8), scales)
     if weights is not None:
         factors *= weights

@@ -30,7 +30,7 @@ from ..cuda.attention.kernels import (
 from ..cuda.driver import Gpu
 from ..cuda.kernel import Kernel
 from ..cuda.paging import ceil_div
-from ..dtypes import BFLOAT16
+from ..dtypes import BFLOAT16, E5M2, UINT8
 from ..layouts import INDEXER_FP8, Layout
 from ..metadata.compressed import WIDTH_ALIGN, compressed_list_width
 from ..ops.attention import sparse_decode, sparse_prefill
@@ -140,6 +140,14 @@ def _cluster_kernels(config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Kerne
         yield from (bf16_cluster_sm90.cluster_kernel(), topk.cluster_kernel())
 
 
+def _put(cupy: ModuleType, array: np.ndarray) -> Any:
+    """A copy on the GPU. `asarray` takes no float8_e5m2."""
+    if array.dtype != E5M2:
+        return cupy.asarray(array)
+    whole = cupy.asarray(array.view(UINT8).reshape(-1))
+    return Place.of(whole).carve(whole, 0, array.shape, E5M2)
+
+
 def _calls(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Callable[[], Any]]:
     """The calls of `kernels_of`. Those whose kernels take longest to compile come first."""
     if isinstance(config, SparseMLAConfig):
@@ -147,10 +155,11 @@ def _calls(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterat
     yield from _dense(cupy, config)
     if isinstance(config, SparseMLAConfig):
         wanted = Wanted((config.layout, config.layout_of_compressed))
+        put = partial(_put, cupy)
         for operation in TABLE:
             if not operation.training and operation.function not in (sparse_decode, sparse_prefill, dense_decode):
                 for call in operation.calls(np.random.default_rng(0), wanted):
-                    yield partial(operation.writer or operation.function, **operation.arguments(call, cupy.asarray))
+                    yield partial(operation.writer or operation.function, **operation.arguments(call, put))
 
 
 def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
@@ -184,10 +193,10 @@ def conversion_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
 
 def _in_steps(config: SparseMLAConfig | DenseMLAConfig, kernel: Kernel) -> bool:
     """Whether steps of a config's layers may run a kernel. Of the kernels that select keys, only V4.1's layers run
-    those for MXFP4 keys and candidates, and no layers those for bfloat16 logits."""
+    those for keys of MXFP4 and candidates, and no layers those for bfloat16 logits."""
     if kernel.name not in SELECTING:
         return True
-    of_v41 = kernel.defines.get("MXFP4") or kernel.defines.get("CANDIDATES")
+    of_v41 = kernel.defines.get("E5M2_KEYS") or kernel.defines.get("CANDIDATES")
     return not kernel.defines.get("BF16") and (not of_v41 or getattr(config, "model", "") == "v41")
 
 

@@ -6,7 +6,7 @@
 //     find       lane l finds the request of token l % 16 by bisection, then its block by the block table
 //     copy       8 lanes copy a token's key, 16 bytes each: every lane starts 4 loads, then 4 stores (MXFP4: 4 lanes
 //                and 2 loads). Lane l < 16 copies the 4 bytes of scales of token l
-//     WIDEN      MXFP4 becomes e4m3 under a float32 scale (rows/mxfp4.cuh says what is exact): 8 lanes a token load 8
+//     WIDEN      MXFP4 becomes e5m2 under a float32 scale (rows/mxfp4.cuh says what is exact): 8 lanes a token load 8
 //                bytes each and store 16
 //
 // ALIGNED: keys and cache allow 16-byte accesses. (They always allow 4-byte ones.) It is a constant of the variant:

@@ -103,13 +103,13 @@ struct Keys {
                 codes[i][1] = load_codes_of_key(keys + from + 8 * t + 32);
             }
         }
-        scale = factor_of_scales_e5m2(largest_scale(scales));
+        scale = factor_of_scales(largest_scale(scales));
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const uint32_t of_key = __shfl_sync(~0u, scales, g + 8 * i), largest = largest_scale(of_key);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const Magnitudes of = magnitudes_of_e5m2(largest - (of_key >> (2 * half + t / 2) * 8 & 255));
+                const Magnitudes of = magnitudes_of(largest - (of_key >> (2 * half + t / 2) * 8 & 255));
                 const Vec8 low = widen_e2m1_8(codes[i][half].x, of), high = widen_e2m1_8(codes[i][half].y, of);
                 chunk[i][half] = {low.x, low.y, high.x, high.y};
             }

@@ -8,9 +8,9 @@
 //              The four lanes of a quad add up their sums so that each has the sum of one key, and stores its logit
 //   end        -inf for the keys that no unit covers, if asked
 //
-// MXFP4: keys are widened to e5m2 when they are loaded (keys.cuh); queries are e4m3 in any case. That is exact if the
-// scales of a key's groups are within a factor of 2^28. Otherwise values of small groups are off by less than 2^-29 of
-// the key's largest scale.
+// Keys and queries are e4m3, or e5m2 where they were MXFP4: E5M2_KEYS, and p.e5m2_queries. MXFP4 keys of a cache are
+// widened to e5m2 when they are loaded (keys.cuh). That is exact if the scales of a key's groups are within a factor of
+// 2^28. Otherwise values of small groups are off by less than 2^-29 of the key's largest scale.
 //
 // CANDIDATES: a query sees blocks of 8 keys of its own (work.cuh).
 //
@@ -23,7 +23,7 @@
 // A row of the tile in shared memory is one head: 16-byte pieces in the order in which lanes need them. Odd rows have
 // the halves of each 128 bytes swapped, so that a load of two rows meets all banks.
 //
-// Shared memory: QUERIES * HEADS rows of 128 bytes (e4m3) or 256 (f16), 4 bytes a row of weights, and 16 bytes a warp.
+// Shared memory: QUERIES * HEADS rows of 128 bytes or 256 (f16), 4 bytes a row of weights, and 16 bytes a warp.
 #include "indexer/keys.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
@@ -43,10 +43,29 @@ constexpr int PIECES = WIDENED ? 4 : 2;  // of 16 bytes that a lane has of a hea
 constexpr int STEPS = 2 * PIECES;
 constexpr int HEAD_BYTES = 64 * PIECES, TILE_BYTES = QUERIES * HEADS * HEAD_BYTES;
 
+static_assert(!PAGED || E5M2_KEYS == MXFP4, "a cache has FP8 keys, e4m3, or MXFP4 keys, which become e5m2");
+
 extern __shared__ uint8_t shared[];
 
 __device__ __forceinline__ uint32_t piece_offset(int row, int piece, int t) {
     return row * HEAD_BYTES + ((4 * piece + t) ^ (row % 2 * 4)) * 16;
+}
+
+template <bool E5M2>
+__device__ __forceinline__ void widen_to_f16(uint32_t bytes, uint32_t& first, uint32_t& second) {
+    if constexpr (E5M2) {
+        e5m2x4_to_f16x2(bytes, first, second);
+    } else {
+        e4m3x4_to_f16x2(bytes, first, second);
+    }
+}
+
+template <bool E5M2>
+__device__ __forceinline__ void widen_to_f16(const Vec16& bytes, Vec16& first, Vec16& second) {
+    widen_to_f16<E5M2>(bytes.x, first.x, first.y);
+    widen_to_f16<E5M2>(bytes.y, first.z, first.w);
+    widen_to_f16<E5M2>(bytes.z, second.x, second.y);
+    widen_to_f16<E5M2>(bytes.w, second.z, second.w);
 }
 
 // Brings the tile's queries and weights to shared memory. Heads and queries that do not exist become zeros.
@@ -61,10 +80,11 @@ __device__ __forceinline__ void load_queries(const LogitsParams& p, const QueryT
         }
         if constexpr (WIDENED) {
             Vec16 first, second;
-            e4m3x4_to_f16x2(chunk.x, first.x, first.y);
-            e4m3x4_to_f16x2(chunk.y, first.z, first.w);
-            e4m3x4_to_f16x2(chunk.z, second.x, second.y);
-            e4m3x4_to_f16x2(chunk.w, second.z, second.w);
+            if (p.e5m2_queries) {
+                widen_to_f16<true>(chunk, first, second);
+            } else {
+                widen_to_f16<false>(chunk, first, second);
+            }
             store_shared_16(rows + piece_offset(row, 2 * half, t), first);
             store_shared_16(rows + piece_offset(row, 2 * half + 1, t), second);
         } else {
@@ -94,10 +114,8 @@ struct Fragments {
                     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
-                        if constexpr (WIDENED && MXFP4) {
-                            e5m2x4_to_f16x2(words[k], a[m][4 * half + k][i], a[m][4 * half + k][2 + i]);
-                        } else if constexpr (WIDENED) {
-                            e4m3x4_to_f16x2(words[k], a[m][4 * half + k][i], a[m][4 * half + k][2 + i]);
+                        if constexpr (WIDENED) {
+                            widen_to_f16<E5M2_KEYS>(words[k], a[m][4 * half + k][i], a[m][4 * half + k][2 + i]);
                         } else {
                             a[m][2 * half + k / 2][k % 2 * 2 + i] = words[k];
                         }
@@ -108,15 +126,9 @@ struct Fragments {
     }
 };
 
-__device__ __forceinline__ void multiply_bytes(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    if constexpr (MXFP4) {
-        mma_m16n8k32_e5m2_e4m3(c, a, b0, b1);
-    } else {
-        mma_m16n8k32_e4m3(c, a, b0, b1);
-    }
-}
-
 // A query's sums over heads for the warp's keys. Returns that of key 8 t + g: the logit without the key's scale.
+// E5M2: queries in shared memory are e5m2.
+template <bool E5M2>
 __device__ __forceinline__ float weighted_sum(const Fragments& keys, int query) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t rows = shared_address(shared), weights = rows + TILE_BYTES + (query * HEADS + 2 * t) * 4;
@@ -134,8 +146,9 @@ __device__ __forceinline__ float weighted_sum(const Fragments& keys, int query) 
                     mma_m16n8k16_f16(c[m], keys.a[m][2 * piece], b.x, b.y);
                     mma_m16n8k16_f16(c[m], keys.a[m][2 * piece + 1], b.z, b.w);
                 } else {
-                    multiply_bytes(c[m], keys.a[m][2 * piece], b.x, b.y);
-                    multiply_bytes(c[m], keys.a[m][2 * piece + 1], b.z, b.w);
+                    constexpr Fp8 A = E5M2_KEYS ? Fp8::E5M2 : Fp8::E4M3, B = E5M2 ? Fp8::E5M2 : Fp8::E4M3;
+                    mma_m16n8k32<A, B>(c[m], keys.a[m][2 * piece], b.x, b.y);
+                    mma_m16n8k32<A, B>(c[m], keys.a[m][2 * piece + 1], b.z, b.w);
                 }
             }
         }
@@ -168,7 +181,8 @@ __device__ __forceinline__ void work_on(const LogitsParams& p, const QueryTile& 
         fragments.set(keys);
 #pragma unroll 1
         for (int i = 0; i < tile.count; ++i) {
-            const float logit = weighted_sum(fragments, i) * scale;
+            const bool e5m2 = !WIDENED && p.e5m2_queries;
+            const float logit = (e5m2 ? weighted_sum<true>(fragments, i) : weighted_sum<false>(fragments, i)) * scale;
             const KeyRange own = range_of_query(p, tile.request, tile.first + i);
             float* to = p.out + tile.row(p, i) * p.out_stride;
             if constexpr (COMPACT) {

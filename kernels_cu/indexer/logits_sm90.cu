@@ -1,4 +1,5 @@
-// The indexer's logits on Hopper: wgmma on e4m3, sums over heads in float32. Keys stand in rows, or in a paged cache.
+// The indexer's logits on Hopper: wgmma on bytes, sums over heads in float32. Keys stand in rows, or in a paged cache.
+// Keys and queries are e4m3; with E5M2_KEYS, where keys were MXFP4, both are e5m2.
 //
 //   grid   as many CTAs as the GPU runs at a time, each with an equal share of the units of keys (work.cuh)
 //   tile   TILE_QUERIES queries, and those units of their keys that fall into the CTA's share
@@ -32,9 +33,9 @@
 // of which it gives 8 to each of the 4 steps of k. The order of k is free as long as both operands agree, so
 // copy_queries stores the queries' words in this order. A stage is free for the next unit before its multiplication
 // begins. Instructions bound these variants, most of all integer ones. So relu(x) is (x + |x|) / 2, an addition, with
-// weights that are halved once a tile. Logits have the same bits as by max: x is a sum of 128 products of e4m3 (448 at
-// most) and e5m2 (1.5 * 2^15), which is NaN, if the query has a NaN, or less than 2^32. So x + |x| is exact and finite,
-// NaN stays NaN, and an infinite weight times relu's 0 is NaN. Only weights below 2^-125 have no half: they count as 0.
+// weights that are halved once a tile. Logits have the same bits as by max: x is a sum of 128 products of e5m2, which is
+// NaN, if the query has a NaN, or less than 2^39, if it has no infinity. So x + |x| is exact and finite, NaN stays NaN,
+// and an infinite weight times relu's 0 is NaN. Only weights below 2^-125 have no half: they count as 0.
 //
 // CANDIDATES: a query token sees blocks of 8 keys of its own, found in a list (work.cuh). A tile has one query.
 //
@@ -48,7 +49,7 @@
 //
 // Shared memory: two buffers of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes (MXFP4: 64), scales.
 //
-// Exact: e4m3 is multiplied as it is; e2m1 keys become e5m2, if their groups' scales are within a factor of 2^28.
+// Exact: bytes are multiplied as they are; e2m1 keys become e5m2, if their groups' scales are within a factor of 2^28.
 // Rounded: wgmma's sums over a key's values, the sums over heads in float32, and the product with the key's scale.
 // Truncated: of a key with scales further apart, values of small groups, by less than 2^-29 of its largest scale, which
 // is less than 2^-30 of the largest value that writers put under that scale.

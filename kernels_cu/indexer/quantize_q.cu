@@ -1,6 +1,6 @@
 // Quantizes the indexer's queries: applies the rotary embedding if asked, rounds to e4m3 under one scale a token and
 // head, and multiplies the heads' weights by these scales. MXFP4: rounds to e2m1 under a power of two a group of 32;
-// these scales are stored apart. WIDEN: then to e4m3 under one power of two, which goes into the weight
+// these scales are stored apart. WIDEN: then to e5m2 under one power of two, which goes into the weight
 // (rows/mxfp4.cuh).
 //
 //   one warp    8 heads of a token, in 4 rounds of two: half a warp has a head. The loads of all rounds are under way

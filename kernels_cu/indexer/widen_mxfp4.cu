@@ -1,6 +1,6 @@
-// Widens rows of 128 MXFP4 values to e4m3 under one factor a row (rows/mxfp4.cuh says what is exact).
+// Widens rows of 128 MXFP4 values to e5m2 under one factor a row (rows/mxfp4.cuh says what is exact).
 //
-//   8 lanes    a row: each loads 8 bytes of codes and stores 16 bytes of e4m3. The first of them stores the factor,
+//   8 lanes    a row: each loads 8 bytes of codes and stores 16 bytes of e5m2. The first of them stores the factor,
 //              times the row's weight if there are weights
 //
 // Rows of codes start at multiples of 4 bytes. No shared memory.
@@ -11,7 +11,7 @@ struct WidenParams {
     const uint8_t* codes;   // [rows, 64]
     const uint8_t* scales;  // [rows, 4]
     const float* weights;   // [rows], or null
-    uint8_t* out;           // [rows, 128] e4m3
+    uint8_t* out;           // [rows, 128] e5m2
     float* factors;         // [rows]
     int64_t rows;
     int64_t codes_outer, codes_inner, scales_outer, scales_inner;  // strides, bytes

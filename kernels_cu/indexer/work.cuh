@@ -51,6 +51,8 @@ struct LogitsParams : LogitsWork {
     int32_t num_blocks;
     int32_t clean;          // write -inf for keys that a query does not see
     int32_t compact_width;  // of COMPACT rows, which start at the first key that their query sees
+    int32_t e5m2_queries;   // whether they are e5m2, else e4m3; for logits_sm90 they are what keys are
+    int32_t unused;
 };
 
 constexpr int QUERY_BYTES = 128, KEY_BYTES = ROW_STRIDE;

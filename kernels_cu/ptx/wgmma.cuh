@@ -1,6 +1,6 @@
 // PTX ISA: wgmma.mma_async with float32 accumulators, A in shared memory or in registers: m64nNk16 on bfloat16 or
-// float16, N = 16, 32, 64 or 256, and 8 with A in shared memory; m64nNk32 on e4m3, in registers on e5m2, N = 32, 64,
-// 128, 192 or 256; wgmma.fence, .commit_group, .wait_group. sm_90a.
+// float16, N = 16, 32, 64 or 256, and 8 with A in shared memory; m64nNk32 on e5m2, and on e4m3 with A in shared memory,
+// N = 32, 64, 128, 192 or 256; wgmma.fence, .commit_group, .wait_group. sm_90a.
 //
 // A warpgroup multiplies together. In warp w, lane 4 g + t, accumulator c[4 j + 2 i + k] is row 16 w + g + 8 i, column
 // 8 j + 2 t + k. A in registers: each warp holds its 16 rows as fragments of mma.m16n8k16 (mma_sync.cuh).
@@ -156,10 +156,11 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], u
           "n"(SUM == Sum::ADD), "n"(B == Major::MN));
 }
 
-// Products of bytes, K-major. A in shared memory, e4m3 x e4m3:
-#define WGMMA_BYTES_AS(shape, type, registers, outputs, inputs, ...)                                                 \
-    asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k32.f32." type ".e4m3 {" registers "}, " inputs ", 1, 1;" \
-                 : outputs                                                                                           \
+// Products of bytes of one type, K-major. A in shared memory, e4m3:
+#define WGMMA_BYTES_AS(shape, type, registers, outputs, inputs, ...)                                           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k32.f32." type "." type " {" registers "}, " inputs \
+                 ", 1, 1;"                                                                                     \
+                 : outputs                                                                                     \
                  : __VA_ARGS__, "l"(b), "n"(SUM == Sum::ADD))
 #define WGMMA_BYTES(shape, type, registers, outputs, inputs, ...)                   \
     if constexpr (SUM == Sum::SET) {                                                \
@@ -189,7 +190,29 @@ __device__ __forceinline__ void wgmma_e4m3(float (&c)[128], uint64_t a, uint64_t
     WGMMA_BYTES("n256", "e4m3", R128, C128, "%128, %129, %130", "l"(a));
 }
 
-// A in registers, e5m2 x e4m3: each warp holds its 16 rows as fragments of mma.m16n8k32. a[i] holds four values of
+// The same, e5m2:
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e5m2(float (&c)[16], uint64_t a, uint64_t b) {
+    WGMMA_BYTES("n32", "e5m2", R16, C16, "%16, %17, %18", "l"(a));
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e5m2(float (&c)[32], uint64_t a, uint64_t b) {
+    WGMMA_BYTES("n64", "e5m2", R32, C32, "%32, %33, %34", "l"(a));
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e5m2(float (&c)[64], uint64_t a, uint64_t b) {
+    WGMMA_BYTES("n128", "e5m2", R64, C64, "%64, %65, %66", "l"(a));
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e5m2(float (&c)[96], uint64_t a, uint64_t b) {
+    WGMMA_BYTES("n192", "e5m2", R96, C96, "%96, %97, %98", "l"(a));
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e5m2(float (&c)[128], uint64_t a, uint64_t b) {
+    WGMMA_BYTES("n256", "e5m2", R128, C128, "%128, %129, %130", "l"(a));
+}
+
+// A in registers, e5m2: each warp holds its 16 rows as fragments of mma.m16n8k32. a[i] holds four values of
 // row g + 8 (i % 2), from k = 16 (i / 2) + 4 t on.
 template <Sum SUM>
 __device__ __forceinline__ void wgmma_e5m2(float (&c)[16], const uint32_t (&a)[4], uint64_t b) {

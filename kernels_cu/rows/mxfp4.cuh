@@ -1,15 +1,9 @@
 // MXFP4: groups of 32 values. Each value is an e2m1 code (e2m1.cuh). Each group has a scale, a power of two in a UE8M0
 // byte. 128 values are 64 bytes, and their four scales are a word.
 //
-// Tensor cores before sm_100 do not multiply e2m1. For them 128 values are widened to bytes under one factor, which
-// follows from the largest of their four scales. `below`: a group's scale is 2^-below of the largest one.
-//
-//   bytes   factor             exact up to    values in smaller groups are
-//   e4m3    2^-6 largest       below = 14     rounded to multiples of 2^-15 of the largest scale
-//   e5m2    2^-13 largest      below = 28     truncated to multiples of 2^-29 of the largest scale
-//
-// e5m2 is for operands of products, whose other operand may still be e4m3. e4m3 is for arrays: other kernels read them
-// as FP8 keys. A factor below the least normal float32 counts as 0.
+// Tensor cores before sm_100 do not multiply e2m1. For them 128 values are widened to e5m2 under one factor, 2^-13 of the
+// largest of their four scales. That is exact for groups whose scale is at least 2^-28 of the largest one. Values of
+// smaller groups are truncated to multiples of 2^-29 of it. A factor below the least normal float32 counts as 0.
 #pragma once
 #include "rows/e2m1.cuh"
 
@@ -53,19 +47,14 @@ __device__ __forceinline__ uint32_t join_scales(uint32_t scale, int lane) {
     return scales | __shfl_xor_sync(~0u, scales, 8);
 }
 
-// --- to e4m3 and e5m2 -----------------------------------------------------------------------------------------
+// --- to e5m2 --------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t largest_scale(uint32_t scales) {
     return max(max(scales & 255, scales >> 8 & 255), max(scales >> 16 & 255, scales >> 24));
 }
 
-// The factor of 128 values that were widened to e4m3; NaN if a group's scale is NaN.
+// The factor of 128 values: 13 less in the exponent. NaN if a group's scale is NaN.
 __device__ __forceinline__ float factor_of_scales(uint32_t largest) {
-    return largest < 7 ? 0.0f : ue8m0_to_float(largest) * 0x1p-6f;  // 7: of the least normal float32
-}
-
-// The same for e5m2: 13 less in the exponent.
-__device__ __forceinline__ float factor_of_scales_e5m2(uint32_t largest) {
     const float factor = __uint_as_float(max(int(largest << 23) - (13 << 23), 0));
     return largest == UE8M0_NAN ? __uint_as_float(0x7fffffffu) : factor;
 }
@@ -75,23 +64,16 @@ struct Magnitudes {
     uint32_t low, high;
 };
 
-// The magnitudes of a group as e4m3.
-__device__ __forceinline__ Magnitudes magnitudes_of(uint32_t below) {
-    if (__builtin_expect(below <= 11, true))  // all are normal numbers: 0, 32, 64, 96; 128, 192, 256, 384
-        return {0x6c686000u - below * 0x08080800u, 0x7c787470u - below * 0x08080808u};
-    const float one = power_of_two(133 - int(min(below, 40u)));
-    return {float_to_e4m3x4(0.0f, 0.5f * one, one, 1.5f * one), float_to_e4m3x4(2 * one, 3 * one, 4 * one, 6 * one)};
-}
-
-// The same as e5m2, if all are normal numbers: 0, 2^12 to 1.5 * 2^15.
-constexpr uint32_t MOST_BELOW_NORMAL_E5M2 = 26;
-__device__ __forceinline__ Magnitudes normal_magnitudes_of_e5m2(uint32_t below) {
+// The magnitudes of a group whose scale is 2^-below of the largest one, if all are normal numbers: for 0 below, 0 and
+// 2^12 to 1.5 * 2^15.
+constexpr uint32_t MOST_BELOW_NORMAL = 26;
+__device__ __forceinline__ Magnitudes normal_magnitudes_of(uint32_t below) {
     return {0x72706c00u - below * 0x04040400u, 0x7a787674u - below * 0x04040404u};
 }
 
-// The same as e5m2.
-__device__ __forceinline__ Magnitudes magnitudes_of_e5m2(uint32_t below) {
-    if (__builtin_expect(below <= MOST_BELOW_NORMAL_E5M2, true)) return normal_magnitudes_of_e5m2(below);
+// The same for any group.
+__device__ __forceinline__ Magnitudes magnitudes_of(uint32_t below) {
+    if (__builtin_expect(below <= MOST_BELOW_NORMAL, true)) return normal_magnitudes_of(below);
     const float one = power_of_two(140 - int(min(below, 40u)));
     const auto upper_bytes = [](float a, float b, float c, float d) {  // of f16
         return __byte_perm(pack_f16x2(a, b), pack_f16x2(c, d), 0x7531);

@@ -78,7 +78,8 @@ def make_step(rng, of: SparseMLAConfig, query_lens: list[int], token_bytes: int)
              for p in range(seq_lens[r] - n, seq_lens[r])]  # fmt: skip
     whole = BatchMetadata(batch.query_start_loc, batch.seq_lens, table, np.array(slots, np.int64), batch.positions)
     shape = 2, batch.tokens, HEADS
-    return whole, cache, indexers.exact_codes(rng, *shape, 128), indexers.exact_weights(rng, *shape)
+    q8s = indexers.made(True, token_bytes == 68)(rng, *shape, 128)
+    return whole, cache, q8s, indexers.exact_weights(rng, *shape)
 
 
 def expected(of: SparseMLAConfig, batch: BatchMetadata, cache: np.ndarray, q8s: np.ndarray, ws: np.ndarray) -> list:

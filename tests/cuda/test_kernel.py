@@ -13,7 +13,6 @@ from cupy_mla.cuda import driver, kernel, logits_sm90, structs, topk
 from cupy_mla.cuda.attention.kernels import combine
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.kernel import Kernel, exported, read_source, sections
-from cupy_mla.layouts import INDEXER_FP8
 
 from ..compiled import compile_kernel, needs_nvrtc
 
@@ -119,8 +118,8 @@ def opting_in(monkeypatch) -> SimpleNamespace:
 
 def alone_and_not() -> dict[bool, Kernel]:
     tile = next(tile for tile in logits_sm90.FEW if tile.ctas > 1)
-    rest = False, INDEXER_FP8, False
-    return {alone: logits_sm90.kernel.__wrapped__(64, tile, True, False, alone, *rest) for alone in (True, False)}
+    of = 64, tile, logits_sm90.PAGED_FP8, False
+    return {alone: logits_sm90.kernel.__wrapped__(*of, alone, False) for alone in (True, False)}
 
 
 def test_cupy_sees_few_sets_of_options(monkeypatch):

@@ -7,7 +7,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cupy_mla import indexer_logits, paged_indexer_logits, paged_indexer_schedule, select_rows_paged
+from cupy_mla import (
+    indexer_logits,
+    paged_indexer_logits,
+    paged_indexer_schedule,
+    quantize_indexer_q,
+    select_rows_paged,
+    widen_mxfp4,
+)
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import logits, logits_sm90
 from cupy_mla.cuda.driver import Gpu
@@ -16,6 +23,7 @@ from cupy_mla.cuda.paging import NO_TABLE
 from cupy_mla.cuda.program import Launch
 from cupy_mla.cuda.structs import LOGITS
 from tests import indexers, oracle_indexer
+from tests.kinds import BF16, E5M2
 from tests.ops.test_logits import paged, put, ragged
 
 from ..fake_gpu import HostCuPy
@@ -51,6 +59,30 @@ def test_hopper_takes_its_own_kernel_where_keys_are_aligned() -> None:
             choose(capability, aligned, SM90)
 
 
+def test_hopper_multiplies_two_types_by_the_portable_kernel(host, launched, monkeypatch, rng) -> None:
+    for q, k in product((False, True), (False, True)):
+        launched.clear()
+        inputs = put(host, ragged(rng, 3, 50, 64, e5m2=(q, k)))
+        assert (inputs["q8"].dtype == E5M2) == q
+        indexer_logits(**inputs)
+        assert launched == {SM90 if q == k else PORTABLE}
+    monkeypatch.setenv(VARIABLE, SM90)
+    with pytest.raises(ValueError, match=r"one of queries and keys is e5m2, the other e4m3$"):
+        indexer_logits(**put(host, ragged(rng, 3, 50, 64, e5m2=(True, False))))
+
+
+def test_widened_arrays_are_e5m2_in_cupy(host) -> None:
+    """It has no kernels for this dtype, but keeps it, as views do."""
+    q, weights = host.put(np.zeros((3, 8, 128), BF16)), host.put(np.zeros((3, 8), np.float32))
+    q8, w = quantize_indexer_q(q, weights, scale_format="mxfp4")
+    codes, scales = host.put(np.zeros((3, 8, 64), np.uint8)), host.put(np.zeros((3, 8, 4), np.uint8))
+    for made in (q8, widen_mxfp4(codes, scales)[0]):
+        assert (made.dtype, made.shape) == (E5M2, (3, 8, 128))
+        assert (made[1:, None].dtype, made[1:, None].shape) == (E5M2, (2, 1, 8, 128))
+        assert quantize_indexer_q(q, weights)[0].dtype == np.uint8
+    assert w.dtype == np.float32
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_compact_rows_are_made_by_every_kernel(host, launched, monkeypatch, rng, name: str) -> None:
     monkeypatch.setenv(VARIABLE, name)
@@ -61,9 +93,10 @@ def test_compact_rows_are_made_by_every_kernel(host, launched, monkeypatch, rng,
 
 
 def launch(heads: int, paged: bool, requests: int, queries: int, width: int, shares: int | None = None) -> Launch:
+    keys = logits_sm90.PAGED_FP8 if paged else logits_sm90.ROWS
     params = LOGITS(table=NO_TABLE, **{name: 0 for name in LOGITS.index if "." not in name})
     return logits_sm90.launch(
-        Gpu(0, 132, 90, 227), logits_sm90.Work(heads, paged, requests, queries, width, shares=shares), params
+        Gpu(0, 132, 90, 227), logits_sm90.Work(heads, keys, requests, queries, width, shares=shares), params
     )
 
 

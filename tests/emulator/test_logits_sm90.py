@@ -16,14 +16,22 @@ from cupy_mla import (
 )
 
 from ..ops import test_candidates as of_candidates
+from ..ops import test_logits as of_operation
+from ..ops import test_mxfp4 as of_mxfp4
 from ..ops.test_logits import paged, put, ragged
 from .again import again
 
 
+@pytest.fixture(autouse=True)
+def forced(monkeypatch):
+    monkeypatch.setenv("CUPY_MLA_INDEXER_KERNELS", "logits_sm90")
+
+
+@pytest.mark.parametrize("e5m2", [False, True])
 @pytest.mark.parametrize("clean", [False, True])
-def test_logits_of_rows(kind, rng, clean: bool) -> None:
+def test_logits_of_rows(kind, rng, clean: bool, e5m2: bool) -> None:
     """The same bits as NumPy's where those are exact, -inf or nothing for keys that are not seen."""
-    inputs = ragged(rng, 23, 333, 40, exact=True)
+    inputs = ragged(rng, 23, 333, 40, True, (e5m2, e5m2))
     expected = indexer_logits(**inputs)
     there, out = put(kind, inputs), kind.put(np.full((23, 335), 7, np.float32))
     indexer_logits(**there, clean=clean, out=out[:, :333])
@@ -68,6 +76,8 @@ def test_mxfp4_of_many_sizes(kind, rng) -> None:
 
 
 test_small_groups_of_mxfp4 = again(of_candidates.test_small_groups_are_exact, (20,), (27,), (28,))
+test_scales_far_apart_of_mxfp4 = again(of_mxfp4.test_logits_of_scales_far_apart, (15,), (28,))
+test_compact_rows_of_e5m2 = again(of_operation.test_ragged_of_e5m2, (5, 129, 24, (True, True), True))
 test_far_groups_of_mxfp4 = again(of_candidates.test_far_groups)
 test_weights_of_mxfp4 = again(of_candidates.test_weights_that_are_not_finite, (np.nan,), (np.inf,))
 test_nan_scale_of_mxfp4 = again(of_candidates.test_nan_scale_of_mxfp4)

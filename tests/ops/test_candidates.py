@@ -37,11 +37,11 @@ def key_cache(rng: np.random.Generator, token_bytes: int, blocks: int, block_siz
     return raw[:, : 68 * block_size].reshape(blocks, block_size, 68)
 
 
-def queries(rng: np.random.Generator, exact: bool, *shape: int) -> tuple[np.ndarray, np.ndarray]:
-    codes, weights = (
-        (indexers.exact_codes, indexers.exact_weights) if exact else (indexers.codes, indexers.weights)
-    )  # fmt: skip
-    return indexers.strided(rng, codes(rng, *shape, 128)), weights(rng, int(np.prod(shape[:-1])), shape[-1])
+def queries(rng: np.random.Generator, exact: bool, e5m2: bool, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+    weights = indexers.exact_weights if exact else indexers.weights
+    return indexers.strided(rng, indexers.made(exact, e5m2)(rng, *shape, 128)), weights(
+        rng, int(np.prod(shape[:-1])), shape[-1]
+    )
 
 
 def paged(
@@ -53,9 +53,11 @@ def paged(
     longest: int,
     exact: bool = False,
     token_bytes: int = MXFP4,
+    e5m2: bool | None = None,
 ) -> dict:
+    """`e5m2`: whether queries are that; if it is not given, where keys are MXFP4."""
     width = -(-longest // block_size)
-    q8, w = queries(rng, exact, b, n, heads)
+    q8, w = queries(rng, exact, token_bytes == MXFP4 if e5m2 is None else e5m2, b, n, heads)
     table = rng.permutation(b * width).reshape(b, width).astype(np.int32)
     table[rng.random(table.shape) < 0.1] = rng.choice([-1, b * width + 2])
     return {
@@ -84,6 +86,19 @@ def test_logits_over_mxfp4(kind, rng, b: int, n: int, heads: int, block_size: in
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("token_bytes", [FP8, MXFP4])
+@pytest.mark.parametrize(("b", "n", "heads", "block_size", "longest"), PAGED)
+def test_queries_unlike_keys(kind, rng, b, n, heads, block_size, longest, token_bytes: int) -> None:
+    """E5m2 queries over FP8 keys, e4m3 queries over MXFP4 keys."""
+    for exact in (False, True):
+        inputs = paged(rng, b, n, heads, block_size, longest, exact, token_bytes, e5m2=token_bytes == FP8)
+        expected = oracle_mxfp4.paged_logits(**of_oracle(inputs))
+        got = kind.take(paged_indexer_logits(**put(kind, inputs)))
+        check(got, expected)
+        if exact:
+            np.testing.assert_array_equal(got, expected)
+
+
 def whole(rng: np.random.Generator, exact: bool = False) -> dict:
     """Two requests of 60 keys, in blocks of 16 that are one behind the other; blocks allow 16-byte loads."""
     inputs = paged(rng, 2, 1, 32, 16, 60, exact)
@@ -96,7 +111,7 @@ def whole(rng: np.random.Generator, exact: bool = False) -> dict:
 def test_small_groups_are_exact(kind, rng, apart: int) -> None:
     """Queries are 0 where a key's group of the largest scale is, so that only its small groups count."""
     inputs = whole(rng)
-    inputs["q8"], inputs["w"] = queries(rng, True, 2, 1, 32)
+    inputs["q8"], inputs["w"] = queries(rng, True, True, 2, 1, 32)
     for request, large in enumerate(rng.integers(0, 4, 2)):
         inputs["q8"][request, 0, :, 32 * large : 32 * large + 32] = 0
         for slot in range(64 * request, 64 * request + 64):
@@ -130,7 +145,7 @@ def test_weights_that_are_not_finite(kind, rng, weight: float) -> None:
     """Infinity times a product that relu makes 0 is NaN. So is every logit of a query with a NaN."""
     inputs = whole(rng, exact=True)
     inputs["w"][0, 5] = weight
-    inputs["q8"][1, 0, 7, 100] = indexers.NAN_CODE
+    inputs["q8"][1, 0, 7, 100] = np.nan
     with np.errstate(invalid="ignore"):
         expected = oracle_mxfp4.paged_logits(**of_oracle(inputs)).astype(np.float32)
         got = kind.take(paged_indexer_logits(**put(kind, inputs)))
@@ -143,7 +158,7 @@ def candidates_of(
 ) -> dict:
     """Tokens of 3 requests of up to 200 keys, whose candidates are any blocks and their last one."""
     width = -(-200 // block_size)
-    q8, w = queries(rng, exact, tokens, heads)
+    q8, w = queries(rng, exact, token_bytes == MXFP4, tokens, heads)
     table = rng.permutation(3 * width).reshape(3, width).astype(np.int32)
     table[rng.random(table.shape) < 0.05] = rng.choice([-1, 3 * width + 2])
     lens = rng.integers(-1, 201, tokens).astype(np.int32)

@@ -98,16 +98,24 @@ def check(got: np.ndarray, expected: np.ndarray, size: np.ndarray | None = None)
 def with_sizes(oracle: Callable[..., np.ndarray], inputs: dict) -> tuple[np.ndarray, np.ndarray]:
     """Logits, and their terms' magnitudes without relu added up: those of the queries and of their opposites."""
     sizes = {**inputs, "w": np.abs(inputs["w"])}
-    return oracle(**inputs), oracle(**sizes) + oracle(**{**sizes, "q8": inputs["q8"] ^ 0x80})
+    negated = (inputs["q8"].view(np.uint8) ^ 0x80).view(inputs["q8"].dtype)
+    return oracle(**inputs), oracle(**sizes) + oracle(**{**sizes, "q8": negated})
 
 
-def ragged(rng: np.random.Generator, m: int, n: int, heads: int, exact: bool = False) -> dict[str, np.ndarray]:
-    codes, weights = (
-        (indexers.exact_codes, indexers.exact_weights) if exact else (indexers.codes, indexers.weights)
-    )  # fmt: skip
+def ragged(
+    rng: np.random.Generator,
+    m: int,
+    n: int,
+    heads: int,
+    exact: bool = False,
+    e5m2: tuple[bool, bool] = (False, False),
+) -> dict[str, np.ndarray]:
+    """`e5m2`: whether queries are that, and keys."""
+    weights = indexers.exact_weights if exact else indexers.weights
+    q, k = (indexers.made(exact, of) for of in e5m2)
     starts, ends = indexers.ranges(rng, m, n)
     return {
-        "q8": indexers.strided(rng, codes(rng, m, heads, 128)), "k8": indexers.strided(rng, codes(rng, n, 128)),
+        "q8": indexers.strided(rng, q(rng, m, heads, 128)), "k8": indexers.strided(rng, k(rng, n, 128)),
         "ks": np.full(n, 0.5, np.float32) if exact else indexers.scales(rng, n),
         "w": indexers.strided(rng, weights(rng, m, heads)), "starts": starts, "ends": ends,
     }  # fmt: skip
@@ -127,6 +135,27 @@ def test_ragged(kind, rng, m: int, n: int, heads: int, exact: bool) -> None:
     check(got, expected, size)
     if exact:
         np.testing.assert_array_equal(got, expected)
+
+
+E5M2 = [(True, True), (True, False), (False, True)]  # queries, keys
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("e5m2", E5M2)
+@pytest.mark.parametrize(("m", "n", "heads"), SHAPES[:5])
+def test_ragged_of_e5m2(kind, rng, m: int, n: int, heads: int, e5m2: tuple[bool, bool], exact: bool) -> None:
+    """In whole rows, and the same bits in compact ones."""
+    inputs = ragged(rng, m, n, heads, exact, e5m2)
+    inputs["starts"] = np.minimum(inputs["starts"], n - 1).clip(0)
+    expected, size = with_sizes(oracle_indexer.ragged_logits, inputs)
+    there = put(kind, inputs)
+    got = kind.take(indexer_logits(**there))
+    check(got, expected, size)
+    if exact:
+        np.testing.assert_array_equal(got, expected)
+    compact = kind.take(indexer_logits(**there, compact_width=n))
+    for row, whole, start in zip(compact, got, inputs["starts"], strict=True):
+        np.testing.assert_array_equal(row[: n - start], whole[start:])
 
 
 @pytest.mark.parametrize("heads", HEADS)

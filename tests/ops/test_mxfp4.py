@@ -11,6 +11,8 @@ import pytest
 from cupy_mla import (
     cp_gather_indexer_k_quant_cache,
     indexer_k_quant_and_cache,
+    indexer_logits,
+    paged_indexer_logits,
     quantize_indexer_q,
     quantize_indexer_q_mxfp4,
     unpack_rows,
@@ -18,7 +20,7 @@ from cupy_mla import (
 )
 from tests import oracle, oracle_indices, oracle_mxfp4
 from tests.indexers import empty_key_cache
-from tests.kinds import BF16, POISON, gapped, poisoned
+from tests.kinds import BF16, E5M2, POISON, gapped, poisoned
 
 from .test_indexer import mxfp4_rows, pack
 
@@ -79,11 +81,12 @@ def check_gather(kind, cache: np.ndarray, table: np.ndarray, starts, rows: int, 
             row = starts[r] + t
             written[row], found[row] = True, 0 <= slot < num_blocks * block_size
             codes[row], scales[row] = oracle_mxfp4.token(cache, slot) if found[row] else (0, 0)
-    dst_k = kind.put(gapped(poisoned((rows, 128 if widened else 64), np.uint8), 0, 4 if rows % 2 else 0))
+    dst = poisoned((rows, 128), E5M2) if widened else poisoned((rows, 64), np.uint8)
+    dst_k = kind.put(gapped(dst, 0, 4 if rows % 2 else 0))
     dst_scale = kind.put(poisoned((rows, 4), np.uint8) if not widened else poisoned(rows, np.float32))
     inputs = [kind.put(a) for a in (table, np.asarray(starts, np.int32))]
     cp_gather_indexer_k_quant_cache(kind.put(cache), dst_k, dst_scale, *inputs)
-    got, got_scales = kind.take(dst_k), kind.take(dst_scale)
+    got, got_scales = kind.take(dst_k).view(np.uint8), kind.take(dst_scale)
     if not widened:
         np.testing.assert_array_equal(got, codes)
         np.testing.assert_array_equal(got_scales, scales)
@@ -96,17 +99,18 @@ def check_gather(kind, cache: np.ndarray, table: np.ndarray, starts, rows: int, 
 
 
 def check_widened(bytes_: np.ndarray, factor: float, codes: np.ndarray, scales: np.ndarray) -> None:
-    """Exact in groups up to 2^14 below the largest, else within half a unit of 2^-15 times the largest scale."""
+    """Exact in groups up to 2^28 below the largest, else truncated to multiples of 2^-29 times the largest scale."""
     want = oracle_mxfp4.values(codes, scales)
     if scales.max() == 255:
         assert np.isnan(factor)
         return
     largest = 2.0 ** (int(scales.max()) - 127)
-    got = oracle.E4M3[bytes_].astype(np.float64) * (largest * 2.0**-6)
-    assert factor == np.float32(largest * 2.0**-6 if largest >= 2.0**-120 else 0)
-    near = np.repeat(int(scales.max()) - scales.astype(int) <= 14, 32)
+    got = oracle.E5M2[bytes_] * (largest * 2.0**-13)
+    assert factor == np.float32(largest * 2.0**-13 if largest >= 2.0**-113 else 0)
+    near = np.repeat(int(scales.max()) - scales.astype(int) <= 28, 32)
     np.testing.assert_array_equal(got[near], want[near])
-    assert (np.abs(got - want) <= largest * 2.0**-16).all()
+    unit = largest * 2.0**-29
+    np.testing.assert_array_equal(got, np.trunc(want / unit) * unit)
 
 
 @pytest.mark.parametrize("widened", [False, True])
@@ -119,7 +123,7 @@ def test_gather(kind, rng, block_size: int, lengths: list[int], widened: bool) -
     table[rng.random(table.shape) < 0.1] = rng.choice([-1, blocks, 2**31 - 1])
     cache = key_cache(blocks, block_size, int(rng.integers(0, 2)))
     cache.reshape(blocks, -1)[:, : 64 * block_size] = rng.integers(0, 256, (blocks, 64 * block_size))
-    scales = rng.integers(100, 130, (blocks, 4 * block_size))
+    scales = rng.integers(100, 132, (blocks, 4 * block_size))
     cache.reshape(blocks, -1)[:, 64 * block_size :] = np.where(rng.random(scales.shape) < 0.01, 255, scales)
     check_gather(kind, cache, table, np.concatenate([[0], np.cumsum(lengths)]), sum(lengths) + 1, widened)
 
@@ -143,18 +147,66 @@ def test_unpack_rows(kind, rng, block_size: int) -> None:
 @pytest.mark.parametrize("shape", [(0,), (1,), (33,), (5, 24)])
 def test_widen(kind, rng, shape: tuple[int, ...]) -> None:
     codes = rng.integers(0, 256, (*shape, 64), dtype=np.uint8)
-    scales = rng.integers(110, 136, (*shape, 4)).astype(np.uint8)
+    scales = rng.integers(100, 136, (*shape, 4)).astype(np.uint8)
     scales[rng.random(shape) < 0.3] = rng.integers(0, 256, 4)
     weights = rng.standard_normal(shape).astype(np.float32)
     there = kind.put(gapped(codes, *[0] * len(shape), 4)), kind.put(gapped(scales, *[0] * len(shape), 3))
     values, factors = map(kind.take, widen_mxfp4(*there))
-    assert (values.shape, factors.shape) == ((*shape, 128), shape)
+    assert (values.shape, values.dtype, factors.shape) == ((*shape, 128), E5M2, shape)
     for at in np.ndindex(shape):
         check_widened(values.view(np.uint8)[at], factors[at], codes[at], scales[at])
     again, weighted = map(kind.take, widen_mxfp4(*there, kind.put(weights)))
     np.testing.assert_array_equal(again.view(np.uint8), values.view(np.uint8))
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(weighted, weights * factors)
+
+
+def apart_rows(rng: np.random.Generator, apart: int, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of 1, -1 and many zeros, of zeros alone in one group, and scales: those of the other groups are 2^-apart
+    times the one group's."""
+    codes = rng.choice(np.array([0] * 14 + [2, 10], np.uint8), (*shape, 4, 32))
+    largest = rng.integers(0, 4, shape)[..., None] == np.arange(4)
+    codes[largest] = 0
+    codes = codes.reshape(*shape, 128)
+    return codes[..., ::2] | codes[..., 1::2] << 4, np.where(largest, 130, 130 - apart).astype(np.uint8)
+
+
+@pytest.mark.parametrize("apart", [1, 11, 12, 14, 15, 26, 27, 28])
+def test_logits_of_scales_far_apart(kind, rng, apart: int) -> None:
+    """Paged and gathered keys and queries are exact, also where only their groups of small scales count."""
+    tokens, heads, block_size, keys = 3, 16, 16, 60
+    q4, q_scales = apart_rows(rng, apart, tokens, heads)
+    weights = rng.choice(np.array([-1, -0.5, 0.5, 1], np.float32), (tokens, heads))
+    cache = np.zeros((4, block_size, 68), np.uint8)
+    for slot, row in enumerate(zip(*apart_rows(rng, apart, keys), strict=True)):
+        codes, scales = oracle_mxfp4.token(cache, slot)
+        codes[:], scales[:] = row
+    of_keys = [oracle_mxfp4.values(*oracle_mxfp4.token(cache, slot)) for slot in range(keys)]
+    expected = np.empty((tokens, keys))
+    for t in range(tokens):
+        of_heads = np.array([oracle_mxfp4.values(q4[t, h], q_scales[t, h]) for h in range(heads)])
+        expected[t] = weights[t] @ np.maximum(of_heads @ np.array(of_keys).T, 0)
+    assert np.count_nonzero(expected) > tokens * keys / 2
+
+    q8, w = widen_mxfp4(*map(kind.put, (q4, q_scales, weights)))
+    there, table = kind.put(cache), kind.put(np.arange(4, dtype=np.int32)[None])
+    lens = kind.put(np.full((1, tokens), keys, np.int32))
+    got = paged_indexer_logits(q8[None], there, w, lens, table, keys)
+    np.testing.assert_array_equal(kind.take(got), expected)
+    k8, ks = kind.put(poisoned((keys, 128), E5M2)), kind.put(poisoned(keys, np.float32))
+    cp_gather_indexer_k_quant_cache(there, k8, ks, table, kind.put(np.array([0, keys], np.int32)))
+    starts, ends = kind.put(np.zeros(tokens, np.int32)), kind.put(np.full(tokens, keys, np.int32))
+    np.testing.assert_array_equal(kind.take(indexer_logits(q8, k8, ks, w, starts, ends)), expected)
+
+
+def test_gathered_keys_are_e5m2(kind) -> None:
+    """Other dtypes would be read as e4m3."""
+    inputs = [kind.put(a) for a in (np.zeros((1, 1), np.int32), np.array([0, 1], np.int32))]
+    for dtype, name in ((np.dtype(np.uint8), "uint8"), (E5M2, "float8_e5m2")):
+        token_bytes = 68 if dtype == np.uint8 else 132
+        cache, keys = kind.put(np.zeros((1, 1, token_bytes), np.uint8)), kind.put(np.zeros((1, 128), dtype))
+        with pytest.raises(TypeError, match=f"^dst_k: expected dtype .*, got {name}$"):
+            cp_gather_indexer_k_quant_cache(cache, keys, kind.put(np.zeros(1, np.float32)), *inputs)
 
 
 @pytest.mark.parametrize(("tokens", "heads", "dtype"), [(0, 8, BF16), (1, 64, np.float32), (7, 24, BF16)])
@@ -172,6 +224,7 @@ def test_quantize_queries(kind, rng, tokens: int, heads: int, dtype: np.dtype) -
         np.testing.assert_array_equal(q4[t, h], codes)
         np.testing.assert_array_equal(scales[t, h], bytes_)
     q8, at_once = map(kind.take, quantize_indexer_q(*there, scale_format="mxfp4"))
+    assert q8.dtype == E5M2
     np.testing.assert_array_equal(q8.view(np.uint8), values.view(np.uint8))
     np.testing.assert_array_equal(at_once, widened)
 

@@ -248,13 +248,13 @@ def test_every_number_of_tokens(monkeypatch, rng, name, sms):
 
 @pytest.mark.parametrize("name", ["v32", "C2A"])
 def test_no_layer_loads_another_models_selection(gpu, monkeypatch, name):
-    """MXFP4 keys and candidates are V4.1's; bfloat16 logits are nobody's."""
+    """Keys of MXFP4 and candidates are V4.1's; bfloat16 logits are nobody's."""
     layer = Layer(gpu, SparseMLAConfig(64, max_num_seqs=1, max_num_batched_tokens=2, **CONFIGS[name]))
     monkeypatch.setattr(warmup_module, "require_cupy", lambda why: layer.cupy)
     warmup(layer.config)
     selecting = [k.defines for k in gpu.kernels.values() if k.name in ("logits", "logits_sm90", "topk")]
-    found = {mark for mark in ("BF16", "MXFP4", "CANDIDATES") if any(made.get(mark) for made in selecting)}
-    assert found == ({"MXFP4", "CANDIDATES"} if name == "C2A" else set())
+    found = {mark for mark in ("BF16", "MXFP4", "E5M2_KEYS", "CANDIDATES") if any(made.get(mark) for made in selecting)}
+    assert found == ({"MXFP4", "E5M2_KEYS", "CANDIDATES"} if name == "C2A" else set())
     assert len(selecting) > 30
 
 

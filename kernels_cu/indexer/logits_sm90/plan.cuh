@@ -24,6 +24,7 @@ constexpr int LINE_GROUP = 8 * LINE_BYTES;  // what the swizzle repeats after
 constexpr int BUFFERS = 2;
 static_assert(HEADS % 32 == 0, "");
 static_assert(!SCHEDULED || PAGED && !TOGETHER, "a request is a tile");
+static_assert(!PAGED || E5M2_KEYS == MXFP4, "a cache has FP8 keys, e4m3, or MXFP4 keys, which become e5m2");
 static_assert(!MXFP4 && !CANDIDATES || PAGED && !TOGETHER && !SCHEDULED && !UNDERWAY, "decode without a schedule");
 // Math warpgroups copy the queries of a CTA's first tile, while producers copy keys: they have nothing else to do yet.
 constexpr bool MATH_COPIES_FIRST_QUERIES = TOGETHER;

@@ -23,13 +23,22 @@ struct Weights {
     }
 };
 
+template <Sum SUM>
+__device__ __forceinline__ void multiply_step(float (&c)[ROWS / 2], uint64_t keys, uint64_t queries) {
+    if constexpr (E5M2_KEYS) {
+        wgmma_e5m2<SUM>(c, keys, queries);
+    } else {
+        wgmma_e4m3<SUM>(c, keys, queries);
+    }
+}
+
 // Starts c = keys x (queries x heads). wgmma_wait<0>() waits for it.
 __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], uint64_t keys, uint64_t queries) {
     wgmma_fence();
-    wgmma_e4m3<Sum::SET>(c, keys, queries);
+    multiply_step<Sum::SET>(c, keys, queries);
 #pragma unroll
     for (int step = 1; step < 4; ++step)
-        wgmma_e4m3<Sum::ADD>(c, wgmma_further(keys, 32 * step), wgmma_further(queries, 32 * step));
+        multiply_step<Sum::ADD>(c, wgmma_further(keys, 32 * step), wgmma_further(queries, 32 * step));
     wgmma_commit();
 }
 
@@ -52,12 +61,12 @@ struct WidenedKeys {
         const uint32_t largest = largest_of_both(scales);
         const uint32_t own = __byte_perm(scales[0], scales[1], 0x0400 + 0x0101 * t) & 0x00ff00ff;
         const uint32_t below = largest - own, below_of[2] = {below & 0xffff, below >> 16};
-        Magnitudes of[2] = {normal_magnitudes_of_e5m2(below_of[0]), normal_magnitudes_of_e5m2(below_of[1])};
-        // Rare: a half is more than MOST_BELOW_NORMAL_E5M2. Then the sum has the half's highest bit.
-        constexpr uint32_t TO_HIGHEST_BIT = (0x7fff - MOST_BELOW_NORMAL_E5M2) * 0x00010001;
+        Magnitudes of[2] = {normal_magnitudes_of(below_of[0]), normal_magnitudes_of(below_of[1])};
+        // Rare: a half is more than MOST_BELOW_NORMAL. Then the sum has the half's highest bit.
+        constexpr uint32_t TO_HIGHEST_BIT = (0x7fff - MOST_BELOW_NORMAL) * 0x00010001;
         if (__builtin_expect((below + TO_HIGHEST_BIT & 0x80008000) != 0, false))
-            of[0] = magnitudes_of_e5m2(below_of[0]), of[1] = magnitudes_of_e5m2(below_of[1]);
-        scale = factor_of_scales_e5m2(t % 2 ? largest >> 16 : largest & 0xffff);
+            of[0] = magnitudes_of(below_of[0]), of[1] = magnitudes_of(below_of[1]);
+        scale = factor_of_scales(t % 2 ? largest >> 16 : largest & 0xffff);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const uint32_t words[4] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};

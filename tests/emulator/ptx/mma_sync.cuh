@@ -45,11 +45,12 @@ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
 inline void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emu::multiply_fragments<2>(c, a, b0, b1, [](uint32_t bits) { return emu::f16_value(bits); });
 }
-inline void mma_m16n8k32_e4m3(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    emu::multiply_fragments<4>(c, a, b0, b1, [](uint32_t bits) { return emu::e4m3_value(bits); });
-}
-inline void mma_m16n8k32_e5m2_e4m3(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+
+enum class Fp8 { E4M3, E5M2 };
+
+template <Fp8 A, Fp8 B>
+inline void mma_m16n8k32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emu::multiply_fragments<4>(
-        c, a, b0, b1, [](uint32_t bits) { return emu::e5m2_value(bits); },
-        [](uint32_t bits) { return emu::e4m3_value(bits); });
+        c, a, b0, b1, [](uint32_t bits) { return A == Fp8::E4M3 ? emu::e4m3_value(bits) : emu::e5m2_value(bits); },
+        [](uint32_t bits) { return B == Fp8::E4M3 ? emu::e4m3_value(bits) : emu::e5m2_value(bits); });
 }

@@ -196,18 +196,24 @@ inline void wgmma(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
     }
 }
 
-// On bytes, K-major. A in shared memory, e4m3, ...
+// On bytes of one type, K-major. A in shared memory, e4m3 or e5m2, ...
 template <Sum SUM, int N>
 inline void wgmma_e4m3(float (&c)[N], uint64_t a, uint64_t b) {
     static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128, "");
     emu::issue<emu::E4m3Item, SUM, false, Major::K, Major::K>(c, a, b);
 }
 
+template <Sum SUM, int N>
+inline void wgmma_e5m2(float (&c)[N], uint64_t a, uint64_t b) {
+    static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128, "");
+    emu::issue<emu::E5m2Item, SUM, false, Major::K, Major::K>(c, a, b);
+}
+
 // ... or in registers, e5m2.
 template <Sum SUM, int N>
 inline void wgmma_e5m2(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
     static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128, "");
-    emu::Wgmma& product = emu::issue<emu::E4m3Item, SUM, true, Major::K, Major::K>(c, 0, b);
+    emu::Wgmma& product = emu::issue<emu::E5m2Item, SUM, true, Major::K, Major::K>(c, 0, b);
     for (int half = 0; half < 2; ++half) {
         const uint64_t* all = emu::exchange(a[2 * half] | uint64_t(a[2 * half + 1]) << 32) + emu::lane() / 4 * 4;
         for (int i = 0; i < 2; ++i)
