@@ -58,7 +58,7 @@ def quantize_kernel(aligned: bool, mxfp4: bool, widen: bool) -> Kernel:
     Args:
         aligned: rows of q allow 16-byte loads.
         mxfp4: to MXFP4, else to e4m3.
-        widen: the e2m1 numbers of MXFP4 are written as e4m3, under one scale a head instead of one a group.
+        widen: the e2m1 numbers of MXFP4 are written as e5m2, under one scale a head instead of one a group.
     """
     defines = {"ALIGNED": int(aligned), "MXFP4": int(mxfp4), "WIDEN": int(widen)}
     return Kernel("indexer/quantize_q.cu", QUANTIZE_Q, defines)
