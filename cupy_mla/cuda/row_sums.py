@@ -83,6 +83,32 @@ class Lists(NamedTuple):
         """Entries that a list may have."""
         return self.rows if self.indices is None else self.indices.shape[1]
 
+    @property
+    def ranges(self) -> int:
+        """Ranges of rows."""
+        return ceil_div(self.rows, self.range_rows)
+
+
+class Sorted(NamedTuple):
+    """Memory for the ascending lists of a chunk.
+
+    Attributes:
+        rows, counts: [tokens, topk] and [tokens] int32, entries and how many there are.
+        starts: [tokens, ranges + 1] int32, where each range of rows begins.
+    """
+
+    rows: Buffer
+    counts: Buffer
+    starts: Buffer
+
+    @classmethod
+    def of(cls, tokens: int, topk: int, ranges: int) -> Sorted:
+        """For so many tokens and ranges."""
+        return cls(
+            Buffer("rows", shape=(tokens, topk), dtype=INTEGERS), Buffer("counts", shape=(tokens,), dtype=INTEGERS),
+            Buffer("starts of ranges", shape=(tokens, ranges + 1), dtype=INTEGERS),
+        )  # fmt: skip
+
 
 class RowSums:
     """Scratch memory of a call for chunks of its tokens, and their launches.
@@ -93,61 +119,63 @@ class RowSums:
         accumulate: add to what `gradient` holds.
         blocks: contributions of a token to a row.
         max_bytes: limit of the scratch memory; a chunk has at least one token all the same.
-        bytes_of_token: memory that the caller's kernel needs for each token.
+        bytes_of_token: memory that the caller's kernels need for each token.
+        group: chunks begin at multiples of so many tokens.
 
     Attributes:
         step: tokens of a chunk.
-        contributions, rows, places, counts: memory for those of a chunk.
+        ranges: of rows.
+        contributions, sorted, places: memory for those of a chunk.
     """
 
     def __init__(
-        self, of: Lists, gradient: Array | None, accumulate: bool, blocks: int, max_bytes: int, bytes_of_token: int = 0
-    ) -> None:
+        self, of: Lists, gradient: Array | None, accumulate: bool, blocks: int, max_bytes: int,
+        bytes_of_token: int = 0, group: int = 1,
+    ) -> None:  # fmt: skip
         tokens, topk = of.tokens, of.topk
         self._of, self._gradient, self._accumulate, self._blocks = of, gradient, accumulate, blocks
-        self._ranges = ceil_div(of.rows, of.range_rows)
+        self.ranges: int = of.ranges
         width = 0 if gradient is None else gradient.shape[-1]
         of_entry = 16 if of.places and of.indices is not None else 8  # of lists, and of their copies that sorting needs
         of_token = bytes_of_token + topk * (blocks * width * BFLOAT16.itemsize + of_entry)
-        of_token += 4 * (self._ranges + 2)
+        of_token += 4 * (self.ranges + 2)
         self._total: Buffer | None = None  # float32 sums from chunk to chunk, if the gradient is bfloat16
         if gradient is not None and max_bytes < tokens * of_token and gradient.dtype != FLOAT32:
             self._total = Buffer("sums of rows", shape=(of.rows, width), dtype=FLOAT32)
             max_bytes -= self._total.nbytes
-        self.step: int = max(1, min(tokens, max_bytes // of_token, MOST_ITEMS // max(topk * blocks, 1)))
+        most = min(max_bytes // of_token, MOST_ITEMS // max(topk * blocks, 1))
+        self.step: int = max(1, min(tokens, max(most // group, 1) * group))
         if self.step >= tokens:
             self._total = None
         lists = (self.step, topk)
         self.contributions: Buffer = Buffer("contributions", shape=(*lists, blocks, width), dtype=BFLOAT16)
-        self.rows: Buffer = Buffer("rows", shape=lists, dtype=INTEGERS)
+        self.sorted: Sorted = Sorted.of(self.step, topk, self.ranges)
         self.places: Buffer = Buffer("places in lists", shape=lists, dtype=INTEGERS)
-        self.counts: Buffer = Buffer("counts", shape=(self.step,), dtype=INTEGERS)
         self._spare = Buffer("rows, half sorted", shape=lists, dtype=INTEGERS)
         self._spare_places = Buffer("places, half sorted", shape=lists, dtype=INTEGERS)
-        self._starts = Buffer("starts of ranges", shape=(self.step, self._ranges + 1), dtype=INTEGERS)
 
     def sort(self, first: int, tokens: int) -> Launch:
         """The launch that sorts the lists of these tokens, or writes sorted lists of their ranges."""
-        of = self._of
+        of, (rows, counts, starts) = self._of, self.sorted
         if of.indices is None:
             params = RANGES(
                 first=from_token(of.starts, first), end=from_token(of.ends, first),
-                counted=from_token(of.counted, first), rows=self.rows.ptr, places=self.places.ptr,
-                counts=self.counts.ptr, starts=self._starts.ptr, s_kv=of.rows, ranges=self._ranges,
+                counted=from_token(of.counted, first), rows=rows.ptr, places=self.places.ptr, counts=counts.ptr,
+                starts=starts.ptr, s_kv=of.rows, ranges=self.ranges,
             )  # fmt: skip
             return Launch(ranges_kernel(of.range_rows), (tokens, 1, 1), params)
         params = LISTS(
             indices=from_token(of.indices, first), lengths=from_token(of.length, first),
-            counted=from_token(of.counted, first), rows=self.rows.ptr, spare=self._spare.ptr,
+            counted=from_token(of.counted, first), rows=rows.ptr, spare=self._spare.ptr,
             places=self.places.ptr if of.places else 0, spare_places=self._spare_places.ptr if of.places else 0,
-            counts=self.counts.ptr, starts=self._starts.ptr, index_stride=of.indices.strides[0],
-            topk=of.topk, s_kv=of.rows,
-            passes=max(1, ceil_div(max(of.rows - 1, 0).bit_length(), DIGIT_BITS)), ranges=self._ranges,
+            counts=counts.ptr, starts=starts.ptr, index_stride=of.indices.strides[0], topk=of.topk, s_kv=of.rows,
+            passes=max(1, ceil_div(max(of.rows - 1, 0).bit_length(), DIGIT_BITS)), ranges=self.ranges,
         )  # fmt: skip
         return Launch(lists_kernel(of.range_rows, of.places), (tokens, 1, 1), params)
 
-    def add(self, first: int, tokens: int) -> list[Launch]:
-        """The launch that adds what these tokens contribute to the sums of the tokens before; none without rows."""
+    def add(self, first: int, tokens: int, lists: Sorted | None = None) -> list[Launch]:
+        """The launch that adds what these tokens contribute to the sums of the tokens before; none without rows.
+        `lists`: those of the contributions, if they are not the tokens' own."""
         of, gradient = self._of, self._gradient
         if gradient is None or of.rows == 0:
             return []
@@ -156,13 +184,14 @@ class RowSums:
         between = given if self._total is None else (self._total.ptr, gradient.shape[-1])
         total = between if first > 0 or self._accumulate else (0, 0)
         to = given if last else between
+        rows, _, starts = self.sorted if lists is None else lists
         params = ROWS(
-            contributions=self.contributions.ptr, rows=self.rows.ptr, starts=self._starts.ptr, total=total[0],
-            out=to[0], total_stride=total[1], out_stride=to[1], queries=tokens, topk=of.topk,
-            blocks=self._blocks, ranges=self._ranges, s_kv=of.rows, wide=int(not last or gradient.dtype == FLOAT32),
+            contributions=self.contributions.ptr, rows=rows.ptr, starts=starts.ptr, total=total[0], out=to[0],
+            total_stride=total[1], out_stride=to[1], queries=tokens, topk=of.topk,
+            blocks=self._blocks, ranges=self.ranges, s_kv=of.rows, wide=int(not last or gradient.dtype == FLOAT32),
             aligned=int(gradient.aligned(2 * gradient.dtype.itemsize)),
         )  # fmt: skip
-        return [Launch(rows_kernel(gradient.shape[-1], of.range_rows), (self._ranges, 1, 1), params)]
+        return [Launch(rows_kernel(gradient.shape[-1], of.range_rows), (self.ranges, 1, 1), params)]
 
 
 def from_token(array: Array | None, first: int) -> object:

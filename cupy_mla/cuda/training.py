@@ -239,8 +239,8 @@ def _params(a: IndexerLoss, sums: RowSums, first: int, padded: int, memory: Mapp
     """`struct IndexerLossParams` for a chunk's divergences and gradients."""
     dq, dw = a.dq_index, a.dw
     return LOSS(
-        w=from_token(a.w, first), target=from_token(a.target, first), rows=sums.rows.ptr, places=sums.places.ptr,
-        counts=sums.counts.ptr,
+        w=from_token(a.w, first), target=from_token(a.target, first), rows=sums.sorted.rows.ptr,
+        places=sums.places.ptr, counts=sums.sorted.counts.ptr,
         contributions=sums.contributions.ptr if a.gradients else 0, dq=from_token(dq, first), dw=from_token(dw, first),
         w_token=a.w.strides[0], target_token=a.target.strides[0], dq_token=dq.strides[0] if a.gradients else 0,
         dq_head=dq.strides[1] if a.gradients else 0, dw_token=dw.strides[0] if a.gradients else 0,

@@ -251,12 +251,12 @@ __device__ __forceinline__ void write_dq(const BackwardParams& p, const Item& it
     for (int m = 0; m < M_TILES; ++m) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int line = 16 * m + g + 8 * i;
-            if (item.first_head + line >= p.h_q) continue;
+            const Line line = item.line(p, 16 * m + g + 8 * i);
+            if (line.head >= p.h_q) continue;
 #pragma unroll
             for (int j = 0; j < TILES; ++j) {
                 const int column = j == V_TILES ? D_V + ROPE_COLUMNS * warp : V_COLUMNS * warp + 8 * j;
-                store_dq(p, item, line, column + 2 * t, dq[m][j][2 * i], dq[m][j][2 * i + 1]);
+                store_dq(p, line, column + 2 * t, dq[m][j][2 * i], dq[m][j][2 * i + 1]);
             }
         }
     }

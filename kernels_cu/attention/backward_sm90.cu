@@ -1,9 +1,10 @@
-// The backward of sparse attention on Hopper, on wgmma: it computes what backward.cu does, with 64 heads and tiles of
-// 64 rows.
+// The backward of sparse attention on Hopper, on wgmma: it computes what backward.cu does, with 64 lines and tiles of
+// 64 rows. Lines are heads of a query. GROUPED: up to 32 heads leave room for those of neighbouring queries; rows are
+// the union of their lists (backward_groups.cu), and dS and P are 0 where a query does not list the row.
 //
-//   grid   x query * head blocks + head block
-//   CTA    three warpgroups: a query, 64 heads, all its rows. Shared memory holds Q, dO, and one tile at a time. The
-//          tile's rows are K; their first D_V columns are V.
+//   grid   x query * head blocks + head block; of a group the first query's CTA does the work
+//   CTA    three warpgroups: 64 lines, all their rows. Shared memory holds Q, dO, and one tile at a time. The tile's
+//          rows are K; their first D_V columns are V.
 //
 //   warpgroup 0 (consumer)              warpgroup 1 (consumer)              warpgroup 2 (producer)
 //     S = Q.K^T       m64n64k16           dP = dO.V^T    m64n64k16            Q and dO, then rows of each tile by
@@ -40,7 +41,7 @@
 #include "ptx/wgmma.cuh"
 #include "tile/swizzle.cuh"
 
-constexpr int LINES = 64;  // heads of a work item, and rows of a tile
+constexpr int LINES = 64;  // of a work item, and rows of a tile
 static_assert(HEADS == LINES, "");
 constexpr int BLOCKS = D_QK / 64, V_BLOCKS = D_V / 64;  // column blocks: 64 swizzled lines of 64 values, 128 bytes
 constexpr int BLOCK_BYTES = LINES * LINE_BYTES;
@@ -128,11 +129,31 @@ __device__ __forceinline__ float4* handed_over(bool dp, int j) {
     return reinterpret_cast<float4*>(shared + (dp ? DS_AT : P_AT)) + j * WARPGROUP + threadIdx.x % WARPGROUP;
 }
 
+// Which rows this thread's two lines list, among those whose weights it computes: bit 2 * j + k of line i.
+struct Listed {
+    uint32_t bits[2];
+};
+
+template <int W>
+__device__ __forceinline__ Listed find_listed(const BackwardParams& p, const Item& item, const Role& r, int tile) {
+    Listed listed = {};
+    if (!GROUPED) return listed;
+    const int query[2] = {r.row(0) / p.h_q, r.row(1) / p.h_q};  // of the group
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        const int entry = LINES * tile + 32 * W + n / 2 * 8 + 2 * r.t + n % 2;
+        const uint32_t by = entry < item.count ? p.listed[int64_t(item.query) * p.topk + entry] : 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) listed.bits[i] |= (by >> query[i] & 1) << n;
+    }
+    return listed;
+}
+
 // Computes dS and sigma * P of the warpgroup's half of a tile, 32 rows, in shared memory. `mine`: S or dP of all 64
 // rows.
 template <int W>
 __device__ __forceinline__ void find_weights(const BackwardParams& p, const Role& r, int tile, int rows,
-                                             const float (&mine)[32]) {
+                                             const Listed& listed, const float (&mine)[32]) {
     constexpr int FIRST = 4 * W, GIVEN = 4 - FIRST;  // first n tile that it keeps, and that it gives away
     if (tile > 0) named_barrier_sync(W == 0 ? FREE_0 : FREE_1, CONSUMER_THREADS);
 #pragma unroll
@@ -150,14 +171,16 @@ __device__ __forceinline__ void find_weights(const BackwardParams& p, const Role
     for (int i = 0; i < 2; ++i) {
         const int head = r.row(i);
         const float lse = of.lse[head], sigma = of.sigma[head], e = of.e[head];
-        auto weights = [&](int row, float x, float y) {
-            return weights_from(p, row < rows, W == 0 ? x : y, W == 0 ? y : x, lse, sigma, e);
+        auto weights = [&](int j, int k, float x, float y) {
+            const bool there = GROUPED ? listed.bits[i] >> (2 * j + k) & 1 : 8 * (FIRST + j) + 2 * r.t + k < rows;
+            const Weights w = weights_from(p, there, W == 0 ? x : y, W == 0 ? y : x, lse, sigma, e);
+            return !GROUPED || there ? w : Weights{0.0f, 0.0f};  // another query's dP may be infinite
         };
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const int chunk = FIRST + j, row = 8 * chunk + 2 * r.t, at = 4 * chunk + 2 * i;
-            const Weights first = weights(row, mine[at], i == 0 ? taken[j].x : taken[j].z);
-            const Weights second = weights(row + 1, mine[at + 1], i == 0 ? taken[j].y : taken[j].w);
+            const int chunk = FIRST + j, at = 4 * chunk + 2 * i;
+            const Weights first = weights(j, 0, mine[at], i == 0 ? taken[j].x : taken[j].z);
+            const Weights second = weights(j, 1, mine[at + 1], i == 0 ? taken[j].y : taken[j].w);
             store_shared_4(swizzled(address_of(DS_AT), head, chunk) + 4 * r.t, pack_bf16x2(first.ds, second.ds));
             store_shared_4(swizzled(address_of(P_AT), head, chunk) + 4 * r.t, pack_bf16x2(first.p, second.p));
         }
@@ -236,10 +259,11 @@ __device__ __forceinline__ void write_dq(const BackwardParams& p, const Item& it
                                          const float (&dq)[N]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (item.first_head + r.row(i) >= p.h_q) continue;
+        const Line line = item.line(p, r.row(i));
+        if (line.head >= p.h_q) continue;
 #pragma unroll
         for (int j = 0; j < N / 4; ++j)
-            store_dq(p, item, r.row(i), column + 8 * j + 2 * r.t, dq[4 * j + 2 * i], dq[4 * j + 2 * i + 1]);
+            store_dq(p, line, column + 8 * j + 2 * r.t, dq[4 * j + 2 * i], dq[4 * j + 2 * i + 1]);
     }
 }
 
@@ -254,13 +278,14 @@ __device__ __forceinline__ void write_dq_lines(const BackwardParams& p, const It
         for (int j = 0; j < 8; ++j)
             store_shared_4(swizzled(at, r.row(i), j) + 4 * r.t, pack_bf16x2(dq[4 * j + 2 * i], dq[4 * j + 2 * i + 1]));
     __syncwarp();
-    const int64_t first = item.query * p.dq_token + item.first_head * p.dq_head + 64 * block;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int line = 16 * r.warp + 4 * i + r.lane / 8, chunk = r.lane % 8;
-        if (item.first_head + line < p.h_q)
-            store_16(static_cast<bf16*>(p.dq) + first + line * p.dq_head + CHUNK * chunk,
-                     load_shared_16(swizzled(at, line, chunk)));
+        const int n = 16 * r.warp + 4 * i + r.lane / 8, chunk = r.lane % 8;
+        const Line line = item.line(p, n);
+        if (line.head < p.h_q)
+            store_16(static_cast<bf16*>(p.dq) + line.query * p.dq_token + line.head * p.dq_head + 64 * block +
+                         CHUNK * chunk,
+                     load_shared_16(swizzled(at, n, chunk)));
     }
 }
 
@@ -282,11 +307,12 @@ __device__ __forceinline__ void run_consumer(const BackwardParams& p, const Item
     }
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
+        const Listed listed = find_listed<W>(p, item, r, tile);
         mbarrier_wait(shared_address(&small().full), tile & 1);
         fence_proxy_async();
         float s[32];
         multiply_scores<W == 0 ? BLOCKS : V_BLOCKS>(W == 0 ? Q_AT : DOUT_AT, s);
-        find_weights<W>(p, r, tile, item.count - LINES * tile, s);
+        find_weights<W>(p, r, tile, item.count - LINES * tile, listed, s);
         named_barrier_sync(CONSUMERS, CONSUMER_THREADS);
         wgmma_fence();
         multiply_dq(4 * W, dq);
@@ -310,6 +336,7 @@ __device__ __forceinline__ void run_consumer(const BackwardParams& p, const Item
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_sm90(const __grid_constant__ BackwardParams p) {
     const Item item = Item::of_cta(p);
+    if (GROUPED && item.count == OF_ITEM_BEFORE) return;
     const int tiles = ceil_div(item.count, LINES), warpgroup = uniform(threadIdx.x / WARPGROUP);
     if (threadIdx.x == 0) {
         mbarrier_init(shared_address(&small().heads_full), WARPGROUP);
