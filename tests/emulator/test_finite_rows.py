@@ -16,9 +16,11 @@ def test_any_place(kind, rng, d_qk, array):
     a.kv[...] = np.nan_to_num(a.kv.astype(np.float32))
     a = a._replace(indices=rng.permutation(64).astype(np.int32).reshape(2, 1, 32))
     results = forward(a)
-    for _ in range(4):
+    width = getattr(a, array).shape[-1]
+    for column in (0, width - 1, *rng.integers(width, size=2)):  # the first, the last, and others
         wrong = getattr(a, array).copy()
         at = [int(rng.integers(n)) for n in wrong.shape]
+        at[-1] = int(column)
         at[0] = int(rng.choice(a.entries(1))) if array == "kv" else 1
         wrong[tuple(at)] = rng.choice([np.nan, np.inf, -np.inf])
         dq, dkv = (kind.take(x).astype(np.float32) for x in run(kind, a._replace(**{array: wrong}), results)[:2])
