@@ -66,15 +66,16 @@ def sparse_prefill_backward(
 
     - The same call gives the same bits, run after run: nothing is added by atomics. Contributions to a row are added in
       float32, ascending by token. So the bits of dq and dkv do not depend on the order of a list, nor on
-      `max_workspace_bytes`.
+      `max_workspace_bytes`. On Hopper up to 8 neighbouring tokens of at most 32 heads are worked on together, counted
+      from the first: of these, all lists and values count for the bits.
     - Invalid entries are as in `sparse_prefill`: such a row is never read and its gradient gets nothing. A row listed
       twice counts twice. A row that no valid entry names has the gradient 0, whatever it holds.
     - A token without a valid row has dq 0 and adds nothing, whatever q, dout and d_lse hold.
     - With a sink of +inf dq, dkv and d_sink are 0 but for what d_lse adds; with -inf it is as without a sink.
     - NaN and infinity reach the gradients of the token and of the rows it lists, no others.
 
-    On a GPU dS and `sigma * P` are rounded to bfloat16 before they are multiplied, and so is what a token adds to a
-    row, summed over up to 64 heads; all sums are float32, and results are rounded once. In NumPy all is float32.
+    On a GPU dS and `sigma * P` are rounded to bfloat16 before they are multiplied, and so is what a token, or tokens
+    that are worked on together, add to a row, summed over up to 64 heads; all sums are float32, and results are rounded once. In NumPy all is float32.
 
     Args:
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length: those of the forward.
@@ -85,7 +86,7 @@ def sparse_prefill_backward(
         dq_dtype, dkv_dtype: of results that are allocated. Arrays that are given may have either dtype.
         accumulate: add to what `dkv` holds, which must be given and float32: for micro-batches, or parts of a batch.
         max_workspace_bytes: limit of the memory beside the results, on a GPU. Query tokens are worked on in chunks
-            that fit it, of at least one token. A token takes about `2 * topk * d_qk * ceil(h_q / 64)` bytes, and as
+            that fit it, of at least one token, or 8 on Hopper. A token takes about `2 * topk * d_qk * ceil(h_q / 64)` bytes, and as
             many bytes again on GPUs with less than 163 KB of shared memory a CTA, where h_q is above 32.
         dq: [s_q, h_q, d_qk] bfloat16 or float32, written in place when given.
         dkv: [s_kv, 1, d_qk] bfloat16 or float32, written in place when given.
