@@ -74,8 +74,9 @@ def sparse_prefill_backward(
     - With a sink of +inf dq, dkv and d_sink are 0 but for what d_lse adds; with -inf it is as without a sink.
     - NaN and infinity reach the gradients of the token and of the rows it lists, no others.
 
-    On a GPU dS and `sigma * P` are rounded to bfloat16 before they are multiplied, and so is what a token, or tokens
-    that are worked on together, add to a row, summed over up to 64 heads; all sums are float32, and results are rounded once. In NumPy all is float32.
+    On a GPU dS and `sigma * P` are rounded to bfloat16 before they are multiplied. So is what a token adds to a row, or
+    tokens that are worked on together, summed over up to 64 heads. All sums are float32, and results are rounded once.
+    In NumPy all is float32.
 
     Args:
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length: those of the forward.
@@ -86,8 +87,9 @@ def sparse_prefill_backward(
         dq_dtype, dkv_dtype: of results that are allocated. Arrays that are given may have either dtype.
         accumulate: add to what `dkv` holds, which must be given and float32: for micro-batches, or parts of a batch.
         max_workspace_bytes: limit of the memory beside the results, on a GPU. Query tokens are worked on in chunks
-            that fit it, of at least one token, or 8 on Hopper. A token takes about `2 * topk * d_qk * ceil(h_q / 64)` bytes, and as
-            many bytes again on GPUs with less than 163 KB of shared memory a CTA, where h_q is above 32.
+            that fit it, of at least one token, or up to 8 on Hopper. A token takes about
+            `2 * topk * d_qk * ceil(h_q / 64)` bytes, and as many bytes again on GPUs with less than 163 KB of shared
+            memory a CTA, where h_q is above 32.
         dq: [s_q, h_q, d_qk] bfloat16 or float32, written in place when given.
         dkv: [s_kv, 1, d_qk] bfloat16 or float32, written in place when given.
         d_sink: [h_q] float32, written in place when given; goes with `attn_sink`.
