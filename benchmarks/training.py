@@ -42,7 +42,8 @@ from inputs import causal_lists, normal
 
 import cupy_mla
 
-KERNELS = r"(backward|finite_rows|attention_target|bf16_(cluster_)?sm90)(?!.*D_QK=512)|indexer/(indexer_loss|loss_)|range_lists"
+ATTENTION = r"(backward|finite_rows|attention_target|bf16_(cluster_)?sm90)(?!.*D_QK=512)"
+KERNELS = rf"{ATTENTION}|indexer/(indexer_loss|loss_)|range_lists"
 INDEX_HEADS = 64
 MANY, FEW = (64, 128), (8, 16, 32)
 SIZES, SHORTER, LONG = (4096, 16384, 32768), (4096, 16384), 131072  # tokens

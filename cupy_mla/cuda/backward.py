@@ -164,9 +164,9 @@ def _params(a: PrefillBackward, first: int, blocks: int, memory: Mapping[str, ob
     return BACKWARD(
         q=from_token(a.q, first), kv=a.kv.ptr, out=from_token(a.out, first), dout=from_token(a.dout, first),
         lse=from_token(a.lse, first), d_lse=from_token(a.d_lse, first), sink=pointer(a.sink),
-        dq=from_token(a.dq, first),
-        q_token=a.q.strides[0], q_head=a.q.strides[1], kv_row=a.kv.strides[0], out_token=a.out.strides[0],
-        out_head=a.out.strides[1], dout_token=a.dout.strides[0], dout_head=a.dout.strides[1],
+        dq=from_token(a.dq, first), q_token=a.q.strides[0], q_head=a.q.strides[1], kv_row=a.kv.strides[0],
+        out_token=a.out.strides[0], out_head=a.out.strides[1], dout_token=a.dout.strides[0],
+        dout_head=a.dout.strides[1],
         lse_token=a.lse.strides[0], lse_head=a.lse.strides[1], d_lse_token=d_lse[0], d_lse_head=d_lse[1],
         dq_token=a.dq.strides[0], dq_head=a.dq.strides[1], sink_stride=0 if a.sink is None else a.sink.strides[0],
         h_q=h_q, topk=a.indices.shape[1], blocks=blocks, scale=a.sm_scale, scale_log2=a.sm_scale * math.log2(math.e),
