@@ -385,6 +385,4 @@ def _never(stream: int) -> bool:
 
 def _joins_graphs(step: Step, device: int) -> bool:
     """Whether one of our CUDA graphs may have a step: only launches without attributes."""
-    if isinstance(step, Clear) or step.cluster != 1 or step.kernel.cooperative:
-        return False
-    return not driver.overlaps(step.kernel, device)
+    return not isinstance(step, Clear) and step.cluster == 1 and not driver.overlaps(step.kernel, device)

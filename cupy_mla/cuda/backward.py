@@ -103,7 +103,7 @@ def backward_kernel(d_qk: int, shape: Shape) -> Kernel:
 def sm90_kernel(d_qk: int, grouped: bool) -> Kernel:
     """The kernel for Hopper, for one width of rows, and for groups of tokens or for tokens alone."""
     defines = {"D_QK": d_qk, "D_V": D_V, "HEADS": LINES, "GROUPED": int(grouped)}
-    return Kernel("attention/backward_sm90.cu", BACKWARD, defines, archs=("90a",), target="90a")
+    return Kernel("attention/backward_sm90.cu", BACKWARD, defines, archs=("90a",))
 
 
 SINKS_KERNEL = Kernel("attention/backward_sinks.cu", SINKS, {})

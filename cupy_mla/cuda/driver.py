@@ -183,23 +183,18 @@ def overlaps(kernel: Launchable, device: int) -> bool:
     return kernel.overlaps and gpu(device).capability >= 90 and driver_version() >= _OVERLAP_DRIVER
 
 
-def plain_submitter(handle: int, threads: int, shared_bytes: int, cooperative: bool) -> Submit:
+def plain_submitter(handle: int, threads: int, shared_bytes: int) -> Submit:
     """A function that launches without attributes on a stream of the current device. The driver copies the
     parameters."""
     from cupy.cuda import driver
 
-    launch, launch_cooperative = driver.launchKernel, driver.launchCooperativeKernel
-    as_pointer, address = ctypes.c_char_p, ctypes.addressof
+    launch, as_pointer, address = driver.launchKernel, ctypes.c_char_p, ctypes.addressof
 
     def submit(stream: int, x: int, y: int, z: int, params: bytes, cluster: int) -> None:
         pointer = as_pointer(params)
         launch(handle, x, y, z, threads, 1, 1, shared_bytes, stream, address(pointer), 0)
 
-    def submit_cooperative(stream: int, x: int, y: int, z: int, params: bytes, cluster: int) -> None:
-        pointer = as_pointer(params)
-        launch_cooperative(handle, x, y, z, threads, 1, 1, shared_bytes, stream, address(pointer))
-
-    return submit_cooperative if cooperative else submit
+    return submit
 
 
 def attribute_submitter(handle: int, threads: int, shared_bytes: int, overlapping: bool) -> Submit:

@@ -114,11 +114,9 @@ class Kernel:
         file: path under kernels_cu, e.g. "attention/portable.cu".
         params: the struct that it takes by value.
         defines: constants; ROW_READER is the header of a cache layout's rows.
-        archs: compute capabilities that it claims, e.g. "80"; the compile tests hold it to them.
-        target: the architecture to compile for where it is not the GPU's plain one, e.g. "90a".
+        archs: compute capabilities that it claims, e.g. "80"; the compile tests hold it to them. With one that ends in
+            "a" it claims no other: its code runs on that capability alone.
         spill_bytes: bytes of registers that a thread may spill to local memory; the compile tests hold it to that.
-        cooperative: all CTAs of a launch run at the same time, so that they may wait for each other. The grid must fit
-            the GPU.
         max_cluster: CTAs of the largest thread-block cluster that it is launched with.
         alone: each CTA has an SM for itself, because it gets more than half of the SM's shared memory.
         overlaps: the kernel waits for the launches before it itself (ptx/griddepcontrol.cuh). So its CTAs may start on
@@ -132,9 +130,7 @@ class Kernel:
         defines: Mapping[str, int | str],
         *,
         archs: Iterable[str] = PORTABLE,
-        target: str | None = None,
         spill_bytes: int = 0,
-        cooperative: bool = False,
         max_cluster: int = 1,
         alone: bool = False,
         overlaps: bool = False,
@@ -143,9 +139,8 @@ class Kernel:
         self.params = params
         self.defines: dict[str, int | str] = dict(defines)
         self.archs: tuple[str, ...] = tuple(archs)
-        self.target = target
+        self.target: str | None = self.archs[0] if self.archs[0].endswith("a") else None
         self.spill_bytes = spill_bytes
-        self.cooperative = cooperative
         self.max_cluster = max_cluster
         self.alone = alone
         self.overlaps = overlaps
@@ -177,7 +172,7 @@ class Kernel:
         """Whether it runs on a GPU of this compute capability (times 10)."""
         if self.target is None:
             return capability >= min(map(int, self.archs))
-        return capability == int(self.target.rstrip("a"))  # code for "90a" runs on capability 9.0 alone
+        return capability == int(self.target.rstrip("a"))
 
     def compile(self, arch: str) -> tuple[bytes, str]:
         """Compile for one architecture with NVRTC, without a GPU.
@@ -260,7 +255,7 @@ class Kernel:
         if self.max_cluster > 1 or overlapping:
             submit = driver.attribute_submitter(handle, threads, shared_bytes, overlapping)
         else:
-            submit = driver.plain_submitter(handle, threads, shared_bytes, self.cooperative)
+            submit = driver.plain_submitter(handle, threads, shared_bytes)
         return Loaded(handle, threads, shared_bytes, submit)
 
 

@@ -131,7 +131,7 @@ def kernel(
         "COMPACT": int(compact), "UNDERWAY": tile.underway, "SCHEDULED": int(scheduled),
     }  # fmt: skip
     return Kernel(
-        "indexer/logits_sm90.cu", structs.LOGITS, defines, archs=("90a",), target="90a", alone=alone, overlaps=True
+        "indexer/logits_sm90.cu", structs.LOGITS, defines, archs=("90a",), alone=alone, overlaps=True
     )  # fmt: skip
 
 

@@ -1,29 +1,22 @@
 // Quantizes a whole tensor to e4m3 under one scale s = 448 / max(amax, 1e-10): writes the codes of clamp(x * s), and 1
 // / s.
 //
-//   grid       launched cooperatively: all CTAs run at the same time and may wait for each other
-//   pass 1     a CTA takes every gridDim-th tile of 2 x 2048 values, 2 x 8 values a thread. Its largest magnitude goes
-//              to state->amax by one atomic maximum of the bits. Their order does not matter, and NaN has the largest
-//              bits
-//   meet       each CTA adds itself to state->arrived, and waits until all have
-//   pass 2     the same tiles in reverse order, since L2 still has what pass 1 read last. A thread stores 8 codes at a
-//              time
+// Two launches, by the constant CODES:
 //
-// Shared memory: 32 bytes. `state` is cleared before the launch.
+//   grid       x as many CTAs in both, each of which takes every gridDim-th tile of 2 x 2048 values, 2 x 8 values a thread
+//   CODES 0    leaves the CTA's largest magnitude. NaN has the largest bits
+//   CODES 1    finds the largest of all CTAs' magnitudes. Then it takes the same tiles in reverse order, since L2 still
+//              has what was read last, and stores 8 codes a thread at a time
+//
+// Shared memory: 32 bytes.
 #include "rows/quantize.cuh"
-
-// The launcher declares the same fields.
-struct State {
-    uint32_t amax;     // bits of a float32
-    uint32_t arrived;  // CTAs that have done pass 1
-};
 
 // The launcher declares the same fields.
 struct TensorQuantParams {
     const void* x;   // [size] bf16, or float32 with FLOAT32
     uint8_t* codes;  // [size]
     float* scale;    // 1 / s
-    State* state;
+    uint32_t* amax;  // [CTAs] bits of a float32: the largest magnitude of each CTA's values
     int64_t size;
     int64_t tiles;
     int32_t aligned;  // x allows 16-byte accesses; codes always allow 8-byte ones
@@ -71,31 +64,18 @@ __device__ __forceinline__ void store_codes(const TensorQuantParams& p, int64_t 
         if (at + i < p.size) p.codes[at + i] = uint8_t(w[i / 4] >> (8 * (i % 4)));
 }
 
-// Brings the largest magnitude of the CTA's threads, as bits, to state->amax.
-__device__ __forceinline__ void publish_amax(const TensorQuantParams& p, uint32_t amax) {
+// The largest of the threads' numbers.
+__device__ __forceinline__ uint32_t largest_of_cta(uint32_t x) {
     __shared__ uint32_t of_warp[THREADS / 32];
-    amax = __reduce_max_sync(~0u, amax);
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = amax;
+    x = __reduce_max_sync(~0u, x);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    for (int w = 1; w < THREADS / 32; ++w) amax = max(amax, of_warp[w]);
-    atomicMax(&p.state->amax, amax);
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; ++w) x = max(x, of_warp[w]);
+    return x;
 }
 
-// Waits until every CTA has come here. What they published before is then visible.
-__device__ __forceinline__ void meet(const TensorQuantParams& p) {
-    if (threadIdx.x == 0) {
-        __threadfence();
-        atomicAdd(&p.state->arrived, 1u);
-        while (*reinterpret_cast<volatile uint32_t*>(&p.state->arrived) < gridDim.x) {
-        }
-        __threadfence();
-    }
-    __syncthreads();
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    tensor_quant(const __grid_constant__ TensorQuantParams p) {
+__device__ __forceinline__ void find_amax(const TensorQuantParams& p) {
     uint32_t amax = 0;
     for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float v[ROUNDS][CHUNK];
@@ -103,10 +83,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
         for (int i = 0; i < ROUNDS * CHUNK; ++i) amax = max(amax, __float_as_uint(fabsf(v[i / CHUNK][i % CHUNK])));
     }
-    publish_amax(p, amax);
-    meet(p);
+    amax = largest_of_cta(amax);
+    if (threadIdx.x == 0) p.amax[blockIdx.x] = amax;
+}
 
-    const float largest = __uint_as_float(*reinterpret_cast<volatile uint32_t*>(&p.state->amax));
+__device__ __forceinline__ void quantize(const TensorQuantParams& p) {
+    uint32_t amax = 0;
+    for (int cta = threadIdx.x; cta < gridDim.x; cta += THREADS) amax = max(amax, p.amax[cta]);
+    const float largest = __uint_as_float(largest_of_cta(amax));
     const float s = divide_exactly(E4M3_MAX, largest < LEAST_AMAX ? LEAST_AMAX : largest);
     if (blockIdx.x == 0 && threadIdx.x == 0) *p.scale = divide_exactly(1.0f, s);
     const int64_t last = (p.tiles - 1 - blockIdx.x) / gridDim.x * gridDim.x + blockIdx.x;  // of this CTA's tiles
@@ -119,6 +103,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             for (int j = 0; j < CHUNK; ++j) v[i][j] *= s;  // the conversion saturates
             store_codes(p, tile * TILE + (i * THREADS + threadIdx.x) * CHUNK, pack_e4m3_8(v[i]));
         }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) tensor_quant(const __grid_constant__ TensorQuantParams p) {
+    if (CODES) {
+        quantize(p);
+    } else {
+        find_amax(p);
     }
 }
 

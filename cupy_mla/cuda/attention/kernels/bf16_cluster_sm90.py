@@ -26,7 +26,7 @@ def kernel(layout: Layout, heads: int) -> Kernel:
     """The kernel for rows of one width and so many heads a work item."""
     return Kernel(
         "attention/bf16_cluster_sm90.cu", structs.ATTENTION,
-        {**bf16_sm90.defines(layout), "HEADS": heads, "MAX_CLUSTER": MAX_CLUSTER}, archs=("90a",), target="90a",
+        {**bf16_sm90.defines(layout), "HEADS": heads, "MAX_CLUSTER": MAX_CLUSTER}, archs=("90a",),
         max_cluster=MAX_CLUSTER, overlaps=True,
     )  # fmt: skip
 

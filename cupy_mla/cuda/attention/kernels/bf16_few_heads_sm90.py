@@ -43,7 +43,7 @@ def kernel(layout: Layout, heads: int, queries: int) -> Kernel:
         "MAX_CLUSTER": MAX_CLUSTER,
     }  # fmt: skip
     return Kernel(
-        "attention/bf16_few_heads_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
+        "attention/bf16_few_heads_sm90.cu", structs.ATTENTION, defines, archs=("90a",),
         max_cluster=MAX_CLUSTER, overlaps=queries == 1,
     )  # fmt: skip
 

@@ -60,7 +60,7 @@ def kernel(layout: Layout) -> Kernel:
     """The kernel for rows of one width."""
     return Kernel(
         "attention/bf16_grouped_sm90.cu", structs.GROUPED, {**bf16_sm90.defines(layout), "MAX_QUERIES": MAX_QUERIES},
-        archs=("90a",), target="90a",
+        archs=("90a",),
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def group_lists_kernel(queries: int) -> Kernel:
         "QUERIES": queries, "CTAS_PER_SM": QUERIES_PER_SM // queries, "MAX_QUERIES": MAX_QUERIES,
         "TILE_ROWS": bf16_sm90.TILE_ROWS,
     }  # fmt: skip
-    return Kernel("attention/group_lists.cu", structs.GROUPED, defines, archs=("90a",), target="90a")
+    return Kernel("attention/group_lists.cu", structs.GROUPED, defines, archs=("90a",))
 
 
 def kernels() -> Iterator[Kernel]:

@@ -31,7 +31,7 @@ def kernel(layout: Layout) -> Kernel:
     """The kernel for rows of one width."""
     defines = {**bf16_sm90.defines(layout), "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST}
     return Kernel(
-        "attention/bf16_shares_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
+        "attention/bf16_shares_sm90.cu", structs.ATTENTION, defines, archs=("90a",),
         spill_bytes=SPILL_BYTES, overlaps=True,
     )  # fmt: skip
 

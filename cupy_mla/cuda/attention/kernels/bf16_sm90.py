@@ -31,7 +31,7 @@ def defines(layout: Layout) -> dict[str, int | str]:
 def kernel(layout: Layout) -> Kernel:
     """The kernel for rows of one width."""
     return Kernel(
-        "attention/bf16_sm90.cu", structs.ATTENTION, defines(layout), archs=("90a",), target="90a",
+        "attention/bf16_sm90.cu", structs.ATTENTION, defines(layout), archs=("90a",),
         spill_bytes=SPILL_BYTES, overlaps=True,
     )  # fmt: skip
 

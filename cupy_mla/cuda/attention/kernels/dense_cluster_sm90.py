@@ -34,7 +34,7 @@ def kernel(layout: Layout, lines: int) -> Kernel:
     """The kernel for rows of one width and so many lines a work item."""
     return Kernel(
         "attention/dense_cluster_sm90.cu", structs.DENSE,
-        {**bf16_sm90.defines(layout), "HEADS": lines, "MAX_CLUSTER": MAX_CLUSTER}, archs=("90a",), target="90a",
+        {**bf16_sm90.defines(layout), "HEADS": lines, "MAX_CLUSTER": MAX_CLUSTER}, archs=("90a",),
         max_cluster=MAX_CLUSTER, overlaps=True, spill_bytes=SPILL_BYTES,
     )  # fmt: skip
 

@@ -39,7 +39,7 @@ def kernel(lines: int, fp8: bool, half: bool) -> Kernel:
         "MOST_SHARES": MOST_SHARES, "UNEVEN_ITEM_COST": 0, "MAX_CLUSTER": MAX_CLUSTER,
     }  # fmt: skip
     return Kernel(
-        "attention/dense_combine.cu", structs.DENSE, defines, archs=("90a",), target="90a", overlaps=True,
+        "attention/dense_combine.cu", structs.DENSE, defines, archs=("90a",), overlaps=True,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def kernel(layout: Layout, lines: int, division: int) -> Kernel:
     """The kernel for one cache layout, lines of a work item, and a division's number."""
     defines = fp8_sm90.defines(layout, lines, division, dense=True)
     return Kernel(
-        "attention/dense_fp8_sm90.cu", structs.DENSE, defines, archs=("90a",), target="90a",
+        "attention/dense_fp8_sm90.cu", structs.DENSE, defines, archs=("90a",),
         spill_bytes=SPILL_BYTES.get(layout, 0),
         max_cluster=MAX_CLUSTER if division == DIVISIONS[Clusters] else 1, overlaps=True,
     )  # fmt: skip

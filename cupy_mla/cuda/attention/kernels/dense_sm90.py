@@ -25,7 +25,7 @@ UNEVEN_ITEM_COST = 8  # what an item costs beside its pairs, in eighths of a pai
 def kernel(layout: Layout) -> Kernel:
     """The kernel for rows of one width."""
     defines = {**bf16_sm90.defines(layout), "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST}
-    return Kernel("attention/dense_sm90.cu", structs.DENSE, defines, archs=("90a",), target="90a", overlaps=True)
+    return Kernel("attention/dense_sm90.cu", structs.DENSE, defines, archs=("90a",), overlaps=True)
 
 
 def kernels() -> Iterator[Kernel]:

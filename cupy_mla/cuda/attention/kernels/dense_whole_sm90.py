@@ -27,7 +27,7 @@ def kernel(layout: Layout, lines: int) -> Kernel:
     """The kernel for rows of one width and so many lines a work item."""
     return Kernel(
         "attention/dense_whole_sm90.cu", structs.DENSE, {**bf16_sm90.defines(layout), "HEADS": lines}, archs=("90a",),
-        target="90a", overlaps=True,
+        overlaps=True,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ TILES = 4  # of 64 rows: a CTA holds all of a query, as kernels_cu/attention/fp8
 def kernel(heads: int) -> Kernel:
     """The kernel for so many heads of a CTA."""
     made = fp8_sm90.defines(V4_FP8, heads, fp8_sm90.WHOLE)
-    return Kernel("attention/fp8_short_sm90.cu", structs.ATTENTION, made, archs=("90a",), target="90a", overlaps=True)
+    return Kernel("attention/fp8_short_sm90.cu", structs.ATTENTION, made, archs=("90a",), overlaps=True)
 
 
 def kernels() -> Iterator[Kernel]:

@@ -102,7 +102,7 @@ def kernel(layout: Layout, heads: int, division: int, extra: Layout | None) -> K
     spills = SPILL_BYTES_OF.get(extra or layout, SPILL_BYTES)
     made = defines(layout, heads, division, extra=extra)
     return Kernel(
-        "attention/fp8_sm90.cu", structs.ATTENTION, made, archs=("90a",), target="90a",
+        "attention/fp8_sm90.cu", structs.ATTENTION, made, archs=("90a",),
         spill_bytes=spills.get(division, 0), max_cluster=MAX_CLUSTER if division == CLUSTERS else 1, overlaps=True,
     )  # fmt: skip
 

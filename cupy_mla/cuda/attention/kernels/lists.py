@@ -14,9 +14,9 @@ from ..problem import Problem
 
 SEGMENT, RANGES = 2048, 32  # entries that a CTA sorts, and ranges of the cache by which it sorts them
 
-ORDER_KERNEL = Kernel("attention/order_queries.cu", structs.ATTENTION, {}, archs=("90a",), target="90a")
+ORDER_KERNEL = Kernel("attention/order_queries.cu", structs.ATTENTION, {}, archs=("90a",))
 SORT_KERNEL = Kernel(
-    "attention/sort_lists.cu", structs.SORT, {"SEGMENT": SEGMENT, "RANGES": RANGES}, archs=("90a",), target="90a",
+    "attention/sort_lists.cu", structs.SORT, {"SEGMENT": SEGMENT, "RANGES": RANGES}, archs=("90a",),
 )  # fmt: skip
 
 
