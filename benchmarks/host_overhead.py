@@ -40,8 +40,7 @@ NEW_ROUNDS, NEW_SIZES = 3, 64  # rounds of calls that are made once, and how man
 SEED = 20261122
 NEW_TARGETS = {"decode": 120.0, "prefill": 120.0}
 NEW_TARGET = 80.0
-TARGETS = {"dynamic_per_batched_tensor_quant": None}
-TARGET = 12.0  # of all but that, a cooperative launch
+TARGET = 12.0
 
 
 class Case(NamedTuple):
@@ -250,9 +249,8 @@ def main() -> None:
     for case, calls, taken in zip(cases, seen, zip(*rounds, strict=True), strict=True):
         times = {name: round(min(round_[name] for round_ in taken), 2) for name in taken[0]}
         times |= {column: round(us, 2) for (name, column), us in new.items() if name == case.name}
-        wanted = next((us for name, us in TARGETS.items() if case.name.startswith(name)), TARGET)
         wanted_new = next((us for name, us in NEW_TARGETS.items() if case.name.startswith(name)), NEW_TARGET)
-        targets = {} if wanted is None or case.call is None else {"target_us": wanted}
+        targets = {} if case.call is None else {"target_us": TARGET}
         targets |= {} if case.new is None else {"target_new_us": wanted_new}
         columns = (*calls, "torch_new_us", "cupy_new_us", "peer_new_us")
         shown = [f"{times[name]:9.2f}" if name in times else f"{'-':>9}" for name in columns]
