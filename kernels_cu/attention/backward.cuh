@@ -11,8 +11,6 @@ constexpr int V_COLUMNS = D_V / CONTRIBUTING_WARPS;  // of a warp, among the fir
 constexpr int ROPE_COLUMNS = (D_QK - D_V) / CONTRIBUTING_WARPS;
 static_assert(V_COLUMNS == 64 && (ROPE_COLUMNS == 8 || ROPE_COLUMNS == 0), "");
 
-constexpr int OF_ITEM_BEFORE = -1;  // the count of a query whose group's union stands with the group's first query
-
 // cupy_mla/cuda/backward.py declares the same fields.
 struct BackwardParams {
     const bf16* q;          // [queries, h_q, D_QK]

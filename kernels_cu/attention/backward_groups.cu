@@ -12,22 +12,23 @@
 // A product multiplies all queries of a group with a row, with a weight of 0 where it is not listed. That adds 0 if all
 // is finite. So a group with a value that is not finite, in a query or in a row that is listed, is left as single
 // queries. So is one that has a query without rows.
+#include "tile/contributions.cuh"
 #include "tile/warp.cuh"
 
 constexpr int THREADS = 256, MOST = 8;  // queries of a group
-constexpr int OF_ITEM_BEFORE = -1, NO_ROW = 0x7fffffff;
+constexpr int NO_ROW = 0x7fffffff;
 
-// cupy_mla/cuda/row_sums.py declares the same fields.
+// cupy_mla/cuda/query_groups.py declares the same fields.
 struct BackwardGroupsParams {
-    const int32_t* rows;            // [queries, topk], ascending
-    const int32_t* counts;          // [queries]
-    const int32_t* starts;          // [queries, ranges + 1]
-    const uint8_t* finite_queries;  // [queries] whether all their values are finite
-    const uint8_t* finite_rows;     // [s_kv]
-    int32_t* united;                // [queries, topk] entries of the unions
-    uint8_t* listed;                // the same shape, bit n: query n of the group lists the row
-    int32_t* united_counts;         // [queries] entries of a union, or OF_ITEM_BEFORE
-    int32_t* united_starts;         // [queries, ranges + 1]
+    const int32_t* rows;                    // [queries, topk], ascending
+    const int32_t* counts;                  // [queries]
+    const int32_t* starts;                  // [queries, ranges + 1]
+    const uint8_t* finite_queries;          // [queries] whether all their values are finite
+    const uint8_t* finite_rows;             // [s_kv]
+    int32_t* united;                        // [queries, topk] entries of the unions
+    uint8_t* listed;                        // the same shape, bit n: query n of the group lists the row
+    int32_t* united_counts;                 // [queries] entries of a union, or OF_ITEM_BEFORE
+    int32_t* united_starts;                 // [queries, ranges + 1]
     int32_t queries, tokens, topk, ranges;  // tokens: queries of a group, at most MOST
 };
 

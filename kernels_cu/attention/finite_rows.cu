@@ -7,11 +7,11 @@
 
 constexpr int THREADS = 256;
 
-// cupy_mla/cuda/row_sums.py declares the same fields.
+// cupy_mla/cuda/query_groups.py declares the same fields.
 struct FiniteParams {
-    const bf16* wide;    // [count, heads, D_QK]
-    const bf16* narrow;  // [count, heads, D_V], or null
-    uint8_t* finite;     // [count]
+    const bf16* wide;                                            // [count, heads, D_QK]
+    const bf16* narrow;                                          // [count, heads, D_V], or null
+    uint8_t* finite;                                             // [count]
     int64_t wide_stride, wide_head, narrow_stride, narrow_head;  // items; multiples of CHUNK, as addresses are
     int32_t count, heads;
 };

@@ -4,6 +4,8 @@
 #include "ptx/convert.cuh"
 #include "ptx/global.cuh"
 
+constexpr int OF_ITEM_BEFORE = -1;  // the count of a query whose list is part of the union of an earlier query's group
+
 // The index, in 64 columns of a contribution, of columns 8 j + 2 t and 8 j + 2 t + 1, which lane t of an accumulator's
 // quad holds. A lane's values of four j are neighbours, and a quad's are 64 bytes, so that a store writes whole
 // sectors.
