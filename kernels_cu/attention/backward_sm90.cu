@@ -129,22 +129,19 @@ __device__ __forceinline__ float4* handed_over(bool dp, int j) {
     return reinterpret_cast<float4*>(shared + (dp ? DS_AT : P_AT)) + j * WARPGROUP + threadIdx.x % WARPGROUP;
 }
 
-// Which rows this thread's two lines list, among those whose weights it computes: bit 2 * j + k of line i.
+// Which queries list the rows whose weights this thread computes: bit n is query n of the group. They are loaded before
+// S is multiplied, and needed after it.
 struct Listed {
-    uint32_t bits[2];
+    uint32_t by[8];
 };
 
 template <int W>
-__device__ __forceinline__ Listed find_listed(const BackwardParams& p, const Item& item, const Role& r, int tile) {
+__device__ __forceinline__ Listed load_listed(const BackwardParams& p, const Item& item, const Role& r, int tile) {
     Listed listed = {};
-    if (!GROUPED) return listed;
-    const int query[2] = {r.row(0) / p.h_q, r.row(1) / p.h_q};  // of the group
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
+    for (int n = 0; GROUPED && n < 8; ++n) {
         const int entry = LINES * tile + 32 * W + n / 2 * 8 + 2 * r.t + n % 2;
-        const uint32_t by = entry < item.count ? p.listed[int64_t(item.query) * p.topk + entry] : 0;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) listed.bits[i] |= (by >> query[i] & 1) << n;
+        if (entry < item.count) listed.by[n] = p.listed[int64_t(item.query) * p.topk + entry];
     }
     return listed;
 }
@@ -169,10 +166,11 @@ __device__ __forceinline__ void find_weights(const BackwardParams& p, const Role
     const HeadNumbers& of = small().numbers;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int head = r.row(i);
-        const float lse = of.lse[head], sigma = of.sigma[head], e = of.e[head];
+        const int line = r.row(i);
+        const float lse = of.lse[line], sigma = of.sigma[line], e = of.e[line];
+        const int query = GROUPED ? line / p.h_q : 0;  // of the group
         auto weights = [&](int j, int k, float x, float y) {
-            const bool there = GROUPED ? listed.bits[i] >> (2 * j + k) & 1 : 8 * (FIRST + j) + 2 * r.t + k < rows;
+            const bool there = GROUPED ? listed.by[2 * j + k] >> query & 1 : 8 * (FIRST + j) + 2 * r.t + k < rows;
             const Weights w = weights_from(p, there, W == 0 ? x : y, W == 0 ? y : x, lse, sigma, e);
             return !GROUPED || there ? w : Weights{0.0f, 0.0f};  // another query's dP may be infinite
         };
@@ -181,8 +179,8 @@ __device__ __forceinline__ void find_weights(const BackwardParams& p, const Role
             const int chunk = FIRST + j, at = 4 * chunk + 2 * i;
             const Weights first = weights(j, 0, mine[at], i == 0 ? taken[j].x : taken[j].z);
             const Weights second = weights(j, 1, mine[at + 1], i == 0 ? taken[j].y : taken[j].w);
-            store_shared_4(swizzled(address_of(DS_AT), head, chunk) + 4 * r.t, pack_bf16x2(first.ds, second.ds));
-            store_shared_4(swizzled(address_of(P_AT), head, chunk) + 4 * r.t, pack_bf16x2(first.p, second.p));
+            store_shared_4(swizzled(address_of(DS_AT), line, chunk) + 4 * r.t, pack_bf16x2(first.ds, second.ds));
+            store_shared_4(swizzled(address_of(P_AT), line, chunk) + 4 * r.t, pack_bf16x2(first.p, second.p));
         }
     }
     fence_proxy_async();
@@ -307,9 +305,9 @@ __device__ __forceinline__ void run_consumer(const BackwardParams& p, const Item
     }
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
-        const Listed listed = find_listed<W>(p, item, r, tile);
         mbarrier_wait(shared_address(&small().full), tile & 1);
-        fence_proxy_async();
+        fence_proxy_async();  // waits for loads, too
+        const Listed listed = load_listed<W>(p, item, r, tile);
         float s[32];
         multiply_scores<W == 0 ? BLOCKS : V_BLOCKS>(W == 0 ? Q_AT : DOUT_AT, s);
         find_weights<W>(p, r, tile, item.count - LINES * tile, listed, s);
