@@ -132,7 +132,8 @@ def sparse_prefill_backward(gpu: Gpu, a: PrefillBackward) -> Program:
     lists = Lists(s_q, a.kv.shape[0], RANGE_ROWS, indices=a.indices, length=a.length)
     left = a.max_workspace_bytes - (0 if terms is None else terms.nbytes)
     of_call, of_token = Groups.memory(lists) if tokens > 1 else (0, 0)
-    sums = RowSums(lists, a.dkv, a.accumulate, blocks, left - of_call, of_token, tokens)
+    multiples = tokens * gpu.sms, tokens  # of whole waves of CTAs: chunks run one after the other
+    sums = RowSums(lists, a.dkv, a.accumulate, blocks, left - of_call, of_token, multiples)
     groups = Groups(a, tokens, sums) if tokens > 1 else None
     program: list[Launch] = [] if groups is None else groups.find_finite()
     for first in range(0, max(s_q, 1), sums.step):

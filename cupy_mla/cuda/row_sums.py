@@ -7,6 +7,7 @@ The sum of a row goes over tokens in their order, also from chunk to chunk. So t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -120,7 +121,7 @@ class RowSums:
         blocks: contributions of a token to a row.
         max_bytes: limit of the scratch memory; a chunk has at least one token all the same.
         bytes_of_token: memory that the caller's kernels need for each token.
-        group: chunks begin at multiples of so many tokens.
+        multiples: numbers of tokens. Chunks begin at multiples of the first that fits the memory, or of the last.
 
     Attributes:
         step: tokens of a chunk.
@@ -130,7 +131,7 @@ class RowSums:
 
     def __init__(
         self, of: Lists, gradient: Array | None, accumulate: bool, blocks: int, max_bytes: int,
-        bytes_of_token: int = 0, group: int = 1,
+        bytes_of_token: int = 0, multiples: Sequence[int] = (1,),
     ) -> None:  # fmt: skip
         tokens, topk = of.tokens, of.topk
         self._of, self._gradient, self._accumulate, self._blocks = of, gradient, accumulate, blocks
@@ -144,7 +145,8 @@ class RowSums:
             self._total = Buffer("sums of rows", shape=(of.rows, width), dtype=FLOAT32)
             max_bytes -= self._total.nbytes
         most = min(max_bytes // of_token, MOST_ITEMS // max(topk * blocks, 1))
-        self.step: int = max(1, min(tokens, max(most // group, 1) * group))
+        multiple = next((number for number in multiples if number <= most), multiples[-1])
+        self.step: int = max(1, min(tokens, max(most // multiple, 1) * multiple))
         if self.step >= tokens:
             self._total = None
         lists = (self.step, topk)

@@ -35,14 +35,16 @@ def scratch_of(program: Sequence[Any]) -> set[Buffer]:
 
 
 def check(
-    program: Sequence[Any], limit: int, tokens: int, of_call: int, of_token: int, of_sums: int, group: int = 1
-) -> int:
+    program: Sequence[Any], limit: int, tokens: int, of_call: int, of_token: int, of_sums: int, group: int = 1,
+    wave: int = 1,
+) -> int:  # fmt: skip
     """All that a program's steps name is at most the limit, or what one token needs, or one group, and nearly the limit
-    where that makes chunks.
+    where that makes chunks: another wave, or group if no wave fits, would be above it.
 
     Args:
         of_call, of_token, of_sums: bytes of the call, of each token of a chunk, and of calls with several chunks.
         group: tokens that stay in one chunk.
+        wave: tokens of whose multiples chunks are, if so many fit.
 
     Returns:
         the number of chunks.
@@ -57,7 +59,8 @@ def check(
         return 1
     least = of_call + of_sums + group * of_token
     assert used <= max(limit, least)
-    assert used > min(limit, least) - (1 + group) * of_token, "chunks are smaller than they may be"
+    multiple = wave if of_call + of_sums + wave * of_token <= limit else group
+    assert used > max(limit, least) - (1 + multiple) * of_token, "chunks are smaller than they may be"
     return chunks
 
 
@@ -88,7 +91,7 @@ def test_backward_keeps_to_the_limit(capability, sinks, dtype, s_q, h_q, d_qk, s
         of_sums = 4 * s_kv * d_qk if dtype == BFLOAT16 else 0
         of_call = 4 * s_q * h_q * sinks + (s_q + s_kv if group > 1 else 0)
         program = backward.sparse_prefill_backward(Gpu(0, 132, capability, shared_kb), a)
-        chunks.append(check(program, limit, s_q, of_call, of_token, of_sums, group))
+        chunks.append(check(program, limit, s_q, of_call, of_token, of_sums, group, 132 * group))
     assert chunks == sorted(chunks, reverse=True)
     assert chunks[0] == -(-s_q // group) or s_q > 300
     assert chunks[-1] == 1 or s_q > 5000
