@@ -44,12 +44,11 @@ def test_eight_processes_at_once(tmp_path):
     """They share an empty cache, and all of them compile and compute."""
     code = """
 import numpy as np
-from cupy_mla import layouts
+from cupy_mla import layouts, to_cupy
 from cupy_mla.ops.table import Wanted
 from cupy_mla.selfcheck.cases import cases
-import cupy
 for case in cases(np.random.default_rng(0), Wanted((layouts.V32_FP8,), many=160)):
-    assert case.agrees(case.run(cupy.asarray), case.run(np.asarray)), case.name
+    assert case.agrees(case.run(to_cupy), case.run(np.asarray)), case.name
 """
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUPY_CACHE_DIR": str(tmp_path / "cache")}
     running = [subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE) for _ in range(8)]
