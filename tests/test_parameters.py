@@ -13,7 +13,6 @@ PACKAGE = Path(cupy_mla.__file__).parent
 MOST_PARAMETERS = 8
 # Functions that may have more, and why.
 MORE = {
-    "cuda.kernel.Kernel.__init__": "a declaration: options by keyword, few at a time",
     "ops.compressed.write_c128a_topk_metadata": "the parameters of the public function that it stands behind",
     "ops.compressed.write_compressed_slot_mapping": "the parameters of the public function that it stands behind",
     "ops.indices.convert_to_front": "the parameters of the public function that it stands beside, and results",
