@@ -714,6 +714,7 @@ def test_no_peer(peers, monkeypatch, tmp_path):
         peers.find_peer()
 
 
+@pytest.mark.long
 def test_plots(module, tmp_path):
     pytest.importorskip("matplotlib")
     report = module("report")

@@ -103,7 +103,7 @@ def expected(of: SparseMLAConfig, batch: BatchMetadata, cache: np.ndarray, q8s: 
     return [np.array(rows).reshape(t, width) for rows, width in zip(chosen, (TOPK, BLOCKS, TOPK), strict=True)]
 
 
-@pytest.mark.long(sample=16)
+@pytest.mark.long(sample=10)
 @pytest.mark.parametrize("token_bytes", [132, 68])
 @pytest.mark.parametrize(("model", "ratio"), [("v41", 1), ("v41", 2), ("v32", 1), ("v4", 4)])
 @pytest.mark.parametrize("query_lens", [[1] * 5, [3] * 4, [2, 1, 3, 0, 1], [1, 2, 6, 4, 20], [40]], ids=str)

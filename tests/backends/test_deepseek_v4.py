@@ -25,7 +25,7 @@ from tests.kinds import BF16, NumPy, gapped, poisoned
 of_both = pytest.mark.parametrize("of", [v4, v41], ids=["v4", "v41"])
 
 
-@pytest.mark.long(sample=40)
+@pytest.mark.long(sample=20)
 @pytest.mark.parametrize(
     "model",
     [v4(), v4(heads=16, window=128, swa_block=64, block=256), v4(heads=1, window=1, swa_block=1, gap=1),
@@ -52,7 +52,7 @@ OWN = (
 )  # fmt: skip
 
 
-@pytest.mark.long(sample=6)
+@pytest.mark.long(sample=3)
 @pytest.mark.parametrize(("main", "extra"), OWN, ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("query_lens", [[1] * 5, [9], [1, 1, 6, 4, 20]], ids=str)
 def test_rows_of_v41s_own_formats(kind, rng, query_lens: list[int], main, extra) -> None:

@@ -210,7 +210,7 @@ class Engine:
         return got[:tokens]
 
 
-@pytest.mark.long(sample=24)
+@pytest.mark.long(sample=14)
 @pytest.mark.parametrize("model", MODELS, ids=NAMES)
 @pytest.mark.parametrize("query_lens", QUERY_LENS, ids=str)
 def test_batches(kind, rng, model: Model, query_lens: list[int]) -> None:

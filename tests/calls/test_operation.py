@@ -222,7 +222,7 @@ def test_results_of_cupy_share_memory_and_nothing_else_does(gpu, rng):
     assert len({id(a.data.mem) for a in results}) == 1
 
 
-@pytest.mark.long(sample=24)
+@pytest.mark.long(sample=12)
 @every_operation
 def test_first_calls_leave_nothing_to_the_garbage_collector(gpu, rng, kind, name):
     """What refers to itself would be looked at by the calls that come later."""

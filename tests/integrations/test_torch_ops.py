@@ -60,7 +60,7 @@ def test_what_is_written_has_no_default():
     assert not [a for a in written if a.has_default_value()]
 
 
-@pytest.mark.long(sample=8)
+@pytest.mark.long(sample=5)
 @every_operation
 @ways
 def test_opcheck(kind, rng, name, given):
@@ -75,7 +75,7 @@ def test_opcheck(kind, rng, name, given):
     torch.library.opcheck(op, (), {n: v for n, v in arguments.items() if n in parameters})
 
 
-@pytest.mark.long(sample=8)
+@pytest.mark.long(sample=5)
 @every_operation
 @ways
 def test_compiled_whole(kind, rng, name, given):

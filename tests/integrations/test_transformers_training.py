@@ -156,7 +156,7 @@ def same(got: Gradients, want: Gradients) -> bool:
     return got.keys() == want.keys() and all(torch.equal(got[n], g) for n, g in want.items())
 
 
-@pytest.mark.long(sample=4)
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients(name: str, dtype: str, device: str, rng: np.random.Generator) -> None:
@@ -183,7 +183,7 @@ def test_autocast(world: SimpleNamespace, device: str) -> None:
 # --- padding and packing --------------------------------------------------------------------------------------
 
 
-@pytest.mark.long(sample=4)
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize(
     ("name", "side", "attn_implementation"),  # of which one brings an additive, one a boolean mask
     [*product(["v32", "glm"], ["left", "right"], ["eager", "sdpa"]), ("v4", "right", "eager")],
@@ -297,7 +297,7 @@ def losses_of_eager(world: SimpleNamespace) -> tuple[dict[int, float], Gradients
     return {layer: loss.item() for layer, loss in losses.items()}, dict(zip(names, found, strict=True))
 
 
-@pytest.mark.long(sample=3)
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize("rows", ["chosen", "all"])
 def test_indexers_learn(world: SimpleNamespace, rows: str) -> None:
     """From their own loss, times its coefficient; nothing else does. Over all rows that is the loss of the warm-up."""
@@ -319,7 +319,7 @@ def test_indexers_learn(world: SimpleNamespace, rows: str) -> None:
         assert relative(own[name], 0.5 * g) < (OF_INDEXER if ".layers.0." in name else OF_LATER_INDEXER), name
 
 
-@pytest.mark.long(sample=3)
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize("frozen", ["indexer", "model"])
 def test_what_is_frozen_does_not_learn(world: SimpleNamespace, frozen: str) -> None:
     """The rest learns the same."""
@@ -347,7 +347,7 @@ def test_losses_without_gradients(world: SimpleNamespace) -> None:
 # --- checkpointing, torch.compile -----------------------------------------------------------------------------
 
 
-@pytest.mark.long(sample=2)
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(world: SimpleNamespace, use_reentrant: bool) -> None:
     """The same bits; also where another pass comes before the backward."""
@@ -451,7 +451,7 @@ def test_replay(name: str, device: str, rng: np.random.Generator) -> None:
     assert same(step(world, indexer_loss=0.1, chosen_rows={i: r.where(r >= 0, last) for i, r in rows.items()}), got)
 
 
-@pytest.mark.long(sample=2)
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize(("name", "side"), [*product(["v32", "glm"], ["none", "left"]), ("v4", "none")])
 def test_rows_are_those_of_a_server(name: str, side: str, device: str, rng: np.random.Generator) -> None:
     """The first layer's indexer sees the same and chooses the same."""

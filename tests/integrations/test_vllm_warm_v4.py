@@ -171,6 +171,7 @@ def test_no_step_needs_another_kernel(
     """Decodes, prefills and both, up to the engine's limits, with images and of a draft model, too."""
     monkeypatch.setattr(warm, "_ready", set())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(loaded("vllm.envs"), "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", int(rng.choice([16, 64])))
     monkeypatch.setattr(warmup_module, "require_cupy", lambda why: Layer(gpu, SparseMLAConfig(heads)).cupy)
     images = int(rng.choice([0, 400])) if kind == "v4" else 0
     most_len = int(rng.choice([LONG, SHORT])) if ratio != 128 else LONG

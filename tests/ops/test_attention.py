@@ -83,7 +83,7 @@ def test_prefill_generated(kind, seed, s_q, h_q, d_qk, topk, s_kv, with_sink, wi
     )  # fmt: skip
 
 
-@pytest.mark.long(sample=8)
+@pytest.mark.long(sample=5)
 @pytest.mark.parametrize("d_qk", [576, 512])
 @every_batch
 def test_prefill_of_every_number_of_queries(kind, rng, d_qk, batches):
@@ -183,7 +183,7 @@ def test_prefill_same_bits_every_time(kind, rng):
 # --- decode ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long(sample=20)
+@pytest.mark.long(sample=12)
 @every_format
 @pytest.mark.parametrize(
     ("b", "s_q", "h_q", "topk", "block_size"),
@@ -255,7 +255,7 @@ def lengths_of(rng: np.random.Generator, b: int, topk: int) -> np.ndarray | None
     return None if drawn is None else drawn.astype(np.int32)
 
 
-@pytest.mark.long(sample=10)
+@pytest.mark.long(sample=6)
 @every_format
 @every_batch
 def test_decode_of_every_batch(kind, rng, fmt, batches):
@@ -276,7 +276,7 @@ def test_decode_of_every_batch(kind, rng, fmt, batches):
         check_decode(kind, fmt, q, main, extra, sink=sinks(rng, h_q), num_splits=splits)
 
 
-@pytest.mark.long(sample=12)
+@pytest.mark.long(sample=8)
 @every_format
 @pytest.mark.parametrize("h_q", [1, 16, 64])
 @pytest.mark.parametrize("others", [0, 1])
@@ -397,7 +397,7 @@ def test_decode_same_bits_every_time(kind, rng, fmt):
     assert first == second
 
 
-@pytest.mark.long(sample=10)
+@pytest.mark.long(sample=6)
 @every_format
 @pytest.mark.parametrize("h_q", [16, 64])
 @pytest.mark.parametrize("topk", [300, 1100])

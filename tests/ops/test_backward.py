@@ -111,6 +111,7 @@ def test_sizes(kind, rng, d_qk, s_q, h_q, topk, s_kv):
     check(kind, inputs(rng, s_q, h_q, d_qk, s_kv, topk))
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("h_q", [5, 20])
 def test_lists_as_long_as_a_models(kind, rng, h_q):
     """By either kernel of a Hopper GPU."""

@@ -34,7 +34,7 @@ every_view = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.long(sample=12)
+@pytest.mark.long(sample=8)
 @every_format
 @pytest.mark.parametrize("block_size", [1, 16, 48, 64, 128, 256])
 @pytest.mark.parametrize(("b", "s_q", "h_q"), [(1, 1, 1), (3, 1, 128), (2, 2, 64), (1, 5, 16), (2, 8, 33)])
@@ -62,7 +62,7 @@ def test_generated(kind, data):
     check_dense(kind, fmt, q, of, sink=sink, num_splits=draw(None, 1, 2, 5, 40), out_gaps=gaps)
 
 
-@pytest.mark.long(sample=12)
+@pytest.mark.long(sample=8)
 @every_format
 @every_view
 def test_queries_of_a_request_see_rows_of_their_own(kind, rng, fmt, sees):
@@ -85,7 +85,7 @@ def test_lengths_that_differ_by_a_thousand(kind, rng, fmt, num_splits):
     check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, 5, 2, 20), of), of, num_splits=num_splits)
 
 
-@pytest.mark.long(sample=8)
+@pytest.mark.long(sample=5)
 @every_format
 @pytest.mark.parametrize("sees", [Sees(), Sees(False), Sees(True, 50)], ids=str)
 def test_lengths_beyond_the_table_and_below_zero(kind, rng, fmt, sees):

@@ -391,7 +391,7 @@ def test_schedule(kind, rng, b: int, n: int, width: int, block_size: int, longes
     assert (kind.take(whole).reshape(shares, -1)[:, 4 * 32 :] == POISON).all()
 
 
-@pytest.mark.long(sample=30)
+@pytest.mark.long(sample=18)
 @pytest.mark.parametrize("of_tokens", [False, True])
 @pytest.mark.parametrize("shares", [1, 5, 132, 264, 300])
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_vectors_of_656_bytes(kind, row, rope, scale_format, expected):
     assert told(kind.take(cache).tobytes()) == expected
 
 
-@pytest.mark.long(part=4)
+@pytest.mark.long(part=12)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # signalling NaN
 @every_writer
 def test_every_bf16_value(kind, rng, fmt, scale_format):

@@ -55,6 +55,7 @@ def check_with(monkeypatch, cupy: StandIn, failure: Exception | None = None, arg
     return __main__.main(arguments)
 
 
+@pytest.mark.long
 def test_all_is_well(monkeypatch, capsys):
     assert check_with(monkeypatch, StandIn()) == report.ALL_WELL
     printed = capsys.readouterr().out

@@ -120,7 +120,7 @@ def stand_in(monkeypatch) -> None:
     monkeypatch.setattr(driver, "gpu", lambda device: driver.Gpu(device, 132, 90, 227))
 
 
-@pytest.mark.long(sample=5)
+@pytest.mark.long(sample=3)
 @pytest.mark.parametrize(
     ("layout", "d_qk", "more"),
     [
@@ -200,7 +200,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.long(sample=3)
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_step_needs_another_kernel(gpu, monkeypatch, rng, name, heads):
@@ -224,7 +224,7 @@ def test_no_step_needs_another_kernel(gpu, monkeypatch, rng, name, heads):
     assert set(gpu.kernels.values()) == ready <= set(all_kernels())
 
 
-@pytest.mark.long(sample=3)
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize("sms", [132, 78])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_number_of_tokens(monkeypatch, rng, name, sms):
@@ -258,7 +258,7 @@ def test_no_layer_loads_another_models_selection(gpu, monkeypatch, name):
     assert len(selecting) > 30
 
 
-@pytest.mark.long(sample=6)
+@pytest.mark.long(sample=3)
 @pytest.mark.parametrize("capability", [90, 80, 89])
 @pytest.mark.parametrize("layout", DENSE_LAYOUTS, ids=lambda layout: f"{layout.name} {layout.d_qk}")
 def test_no_decode_over_all_rows_needs_another_kernel(monkeypatch, rng, layout, capability):
