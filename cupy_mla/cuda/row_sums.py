@@ -121,7 +121,8 @@ class RowSums:
         blocks: contributions of a token to a row.
         max_bytes: limit of the scratch memory; a chunk has at least one token all the same.
         bytes_of_token: memory that the caller's kernels need for each token.
-        multiples: numbers of tokens. Chunks begin at multiples of the first that fits the memory, or of the last.
+        multiples: numbers of tokens. If there are several chunks, they begin at multiples of the first that fits the
+            memory, or of the last.
 
     Attributes:
         step: tokens of a chunk.
@@ -140,13 +141,13 @@ class RowSums:
         of_entry = 16 if of.places and of.indices is not None else 8  # of lists, and of their copies that sorting needs
         of_token = bytes_of_token + topk * (blocks * width * BFLOAT16.itemsize + of_entry)
         of_token += 4 * (self.ranges + 2)
-        self._total: Buffer | None = None  # float32 sums from chunk to chunk, if the gradient is bfloat16
-        if gradient is not None and max_bytes < tokens * of_token and gradient.dtype != FLOAT32:
-            self._total = Buffer("sums of rows", shape=(of.rows, width), dtype=FLOAT32)
-            max_bytes -= self._total.nbytes
         most = min(max_bytes // of_token, MOST_ITEMS // max(topk * blocks, 1))
+        self._total: Buffer | None = None  # float32 sums from chunk to chunk, if the gradient is bfloat16
+        if gradient is not None and most < tokens and gradient.dtype != FLOAT32:
+            self._total = Buffer("sums of rows", shape=(of.rows, width), dtype=FLOAT32)
+            most = min(most, (max_bytes - self._total.nbytes) // of_token)
         multiple = next((number for number in multiples if number <= most), multiples[-1])
-        self.step: int = max(1, min(tokens, max(most // multiple, 1) * multiple))
+        self.step: int = max(1, tokens if most >= tokens else min(tokens, max(most // multiple, 1) * multiple))
         if self.step >= tokens:
             self._total = None
         lists = (self.step, topk)
