@@ -138,7 +138,7 @@ class Library(ABC):
 
     @abstractmethod
     def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """A new uninitialised array; fp8 as uint8 in CuPy."""
+        """A new uninitialised array; e4m3 as uint8 in CuPy."""
 
     def gpus(self) -> int:
         """How many GPUs the library sees."""
@@ -674,7 +674,7 @@ class Place(_Place):
         return [None if value is None else self.admit(describe(name, value)) for name, value in arguments.items()]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """A new uninitialised array of the caller's kind, on the caller's device and stream; fp8 as uint8 in CuPy.
+        """A new uninitialised array of the caller's kind, on the caller's device and stream; e4m3 as uint8 in CuPy.
 
         Raises:
             RuntimeError: the library, or a GPU, is missing.

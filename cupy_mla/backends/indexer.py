@@ -96,7 +96,7 @@ class IndexerImpl:
             k: [T, (1,) 128] bfloat16 keys, rotated. With compression, or pools of tokens (from `kpool_compress`), row t
                 is the key that token t completes; rows of tokens that complete none are not read. None: the cache holds
                 the step's keys already.
-            q8: [T, H, 128] uint8 or float8_e4m3fn, of MXFP4 float8_e5m2, H a multiple of 8 up to 64, from
+            q8: [T, H, 128] uint8 or float8_e4m3fn, float8_e5m2 if rounded to MXFP4, H a multiple of 8 up to 64, from
                 `quantize_indexer_q`.
             w: [T, H] float32 weights of the heads, from `quantize_indexer_q`.
             kv_cache: [num_blocks, rows, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, or [..., 68] in layout

@@ -2,7 +2,8 @@
 
 Each chunk of queries has three launches. Two are those of `row_sums.py`. Between them `backward_sm90` or `backward`
 makes dq, and what every query contributes to the gradients of its rows. Where queries make groups (`query_groups.py`)
-their lists are united before. With attention sinks `backward_sinks` is the last launch of a call.
+a fourth launch unites their lists before, and a call begins with two that look for NaN and infinity. With attention
+sinks `backward_sinks` is the last launch of a call.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ GATHER_KEYS = Struct(
 
 PACK_TOKENS_PER_BLOCK = 64
 GATHER_TOKENS_PER_BLOCK = 128
-GATHER_CTAS_PER_SM = 32  # at most; 4 run at a time, and those that end and start use the memory better than a loop
+GATHER_CTAS_PER_SM = 32  # at most. 4 run at a time: to start new ones uses memory better than a loop in each
 
 
 def defines_of(layout: Layout) -> dict[str, int | str]:

@@ -140,6 +140,8 @@ class Kernel:
         self.defines: dict[str, int | str] = dict(defines)
         self.archs: tuple[str, ...] = tuple(archs)
         self.target: str | None = self.archs[0] if self.archs[0].endswith("a") else None
+        if self.target and len(self.archs) > 1:
+            raise ValueError(f"{file}: code for {self.target} runs on no other of {self.archs}")
         self.spill_bytes = spill_bytes
         self.max_cluster = max_cluster
         self.alone = alone

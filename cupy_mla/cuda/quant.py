@@ -21,7 +21,7 @@ TENSOR_QUANT = Struct(
 )  # fmt: skip
 
 VALUES_PER_TILE = 4096  # a CTA takes so many at a time
-BLOCKS_PER_SM = 4  # CTAs that run at the same time on every GPU
+BLOCKS_PER_SM = 4  # CTAs of a launch, at most
 
 
 @cache

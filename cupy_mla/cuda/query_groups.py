@@ -23,8 +23,8 @@ GROUPS = Struct(
     topk=INT32, ranges=INT32,
 )  # fmt: skip
 FINITE = Struct(
-    "FiniteParams", wide=POINTER, narrow=POINTER, finite=POINTER, wide_stride=INT64, wide_head=INT64,
-    narrow_stride=INT64, narrow_head=INT64, count=INT32, heads=INT32,
+    "FiniteParams", x=POINTER, dout=POINTER, finite=POINTER, x_stride=INT64, x_head=INT64,
+    dout_stride=INT64, dout_head=INT64, count=INT32, heads=INT32,
 )  # fmt: skip
 
 LINES = 64  # heads of all tokens of a group
@@ -37,13 +37,13 @@ def tokens_of_group(h_q: int) -> int:
     return next((tokens for tokens in SIZES if tokens * h_q <= LINES), 1)
 
 
-GROUPS_KERNEL = Kernel("attention/backward_groups.cu", GROUPS, {}, archs=("90",))
+GROUPS_KERNEL = Kernel("attention/backward_groups.cu", GROUPS, {"MOST": SIZES[0]}, archs=("90",))
 
 
 @cache
 def finite_kernel(d_qk: int) -> Kernel:
     """The kernel that looks for NaN and infinity in rows and tokens of one width."""
-    return Kernel("attention/finite_rows.cu", FINITE, {"D_QK": d_qk, "D_V": D_V}, archs=("90",))
+    return Kernel("attention/finite_rows.cu", FINITE, {"D_QK": d_qk, "D_V": D_V, "ITEMS": ITEMS}, archs=("90",))
 
 
 class Groups:
@@ -75,13 +75,15 @@ class Groups:
     def find_finite(self) -> list[Launch]:
         """The launches at the beginning of a call."""
         a, (s_q, h_q, d_qk), s_kv = self._a, self._a.q.shape, self._a.kv.shape[0]
+        if s_q == 0:
+            return []
         rows = FINITE(
-            wide=a.kv.ptr, narrow=0, finite=self._finite_rows.ptr, wide_stride=a.kv.strides[0], wide_head=0,
-            narrow_stride=0, narrow_head=0, count=s_kv, heads=1,
+            x=a.kv.ptr, dout=0, finite=self._finite_rows.ptr, x_stride=a.kv.strides[0], x_head=0,
+            dout_stride=0, dout_head=0, count=s_kv, heads=1,
         )  # fmt: skip
         queries = FINITE(
-            wide=a.q.ptr, narrow=a.dout.ptr, finite=self._finite_queries.ptr, wide_stride=a.q.strides[0],
-            wide_head=a.q.strides[1], narrow_stride=a.dout.strides[0], narrow_head=a.dout.strides[1], count=s_q,
+            x=a.q.ptr, dout=a.dout.ptr, finite=self._finite_queries.ptr, x_stride=a.q.strides[0],
+            x_head=a.q.strides[1], dout_stride=a.dout.strides[0], dout_head=a.dout.strides[1], count=s_q,
             heads=h_q,
         )  # fmt: skip
         return [

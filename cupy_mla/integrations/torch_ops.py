@@ -168,6 +168,8 @@ def _no_backward(name: str, *context: Any) -> Any:
 def _save_prefill(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     """Keep what the backward of `sparse_prefill` needs."""
     q, kv, indices, ctx.sm_scale, _, attn_sink, topk_length, _, _ = inputs
+    if kv.dtype != torch.bfloat16:
+        _no_backward("sparse_prefill over e4m3 rows")
     out, max_logits, lse = output
     ctx.save_for_backward(q, kv, indices, attn_sink, topk_length, out, lse)
     ctx.mark_non_differentiable(max_logits)

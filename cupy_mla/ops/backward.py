@@ -65,9 +65,10 @@ def sparse_prefill_backward(
         d_sink = - sum_i (1 - sigma) * delta
 
     - The same call gives the same bits, run after run: nothing is added by atomics. Contributions to a row are added in
-      float32, ascending by token. So the bits of dq and dkv do not depend on the order of a list, nor on
-      `max_workspace_bytes`. On Hopper up to 8 neighbouring tokens of at most 32 heads are worked on together, counted
-      from the first: of these, all lists and values count for the bits.
+      float32, ascending by token. So on a GPU the bits of dq and dkv do not depend on the order of a list, nor on
+      `max_workspace_bytes`. On Hopper, calls with at most 32 heads work on groups of 2, 4 or 8 neighbouring tokens,
+      counted from the first. There the last bits of a token's dq, and of what it adds to dkv, depend on the lists and
+      values of its whole group.
     - Invalid entries are as in `sparse_prefill`: such a row is never read and its gradient gets nothing. A row listed
       twice counts twice. A row that no valid entry names has the gradient 0, whatever it holds.
     - A token without a valid row has dq 0 and adds nothing, whatever q, dout and d_lse hold.
@@ -86,10 +87,12 @@ def sparse_prefill_backward(
         d_lse: [s_q, h_q] float32, the gradient that arrives for lse; None: 0.
         dq_dtype, dkv_dtype: of results that are allocated. Arrays that are given may have either dtype.
         accumulate: add to what `dkv` holds, which must be given and float32: for micro-batches, or parts of a batch.
+            Parts that begin at multiples of 8 tokens give the bits of one call.
         max_workspace_bytes: limit of the memory beside the results, on a GPU. Query tokens are worked on in chunks
             that fit it, of at least one token, or up to 8 on Hopper. A token takes about
             `2 * topk * d_qk * ceil(h_q / 64)` bytes, and as many bytes again on GPUs with less than 163 KB of shared
-            memory a CTA, where h_q is above 32.
+            memory a CTA, where h_q is above 32. Whatever the limit, a call takes `4 * s_q * h_q` bytes with sinks, on
+            Hopper with at most 32 heads `s_q + s_kv`, and with several chunks and bfloat16 dkv `4 * s_kv * d_qk`.
         dq: [s_q, h_q, d_qk] bfloat16 or float32, written in place when given.
         dkv: [s_kv, 1, d_qk] bfloat16 or float32, written in place when given.
         d_sink: [h_q] float32, written in place when given; goes with `attn_sink`.

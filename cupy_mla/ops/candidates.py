@@ -92,8 +92,8 @@ def candidate_logits(
     block or key.
 
     Args:
-        q8: [T, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes. Of MXFP4
-            float8_e5m2, as for `paged_indexer_logits`.
+        q8: [T, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes.
+            float8_e5m2 if they were rounded to MXFP4, as for `paged_indexer_logits`.
         kv_cache: [num_blocks, block_size, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, or [..., 68] in
             layout INDEXER_MXFP4.
         w: [T, H] float32 weights of the heads, as `quantize_indexer_q` returns them.

@@ -1,6 +1,6 @@
 """The lightning indexer's logits, by which the KV rows are chosen over which a query token attends.
 
-For query token i with H index heads and key j, both e4m3 of width 128:
+For query token i with H index heads and key j, both of width 128, e4m3 or, of MXFP4, e5m2:
 
     logit[i, j] = ks[j] * sum_h relu(dot(q8[i, h], k8[j])) * w[i, h]
 
@@ -90,7 +90,7 @@ def quantize_indexer_q(
             MXFP4, as by `quantize_indexer_q_mxfp4`, and converted to e5m2, as by `widen_mxfp4`.
 
     Returns:
-        q8 [T, H, 128] float8_e4m3fn (uint8 in CuPy, which has no fp8), of "mxfp4" float8_e5m2, and w [T, H] float32.
+        q8 [T, H, 128] float8_e4m3fn (uint8 in CuPy, which has no e4m3), of "mxfp4" float8_e5m2, and w [T, H] float32.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides.
@@ -259,10 +259,10 @@ def indexer_logits(
     own query and key alone.
 
     Args:
-        q8: [M, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes. Of MXFP4
-            float8_e5m2, as `quantize_indexer_q` or `widen_mxfp4` make it, without infinities.
-        k8: [N, 128] uint8 or float8_e4m3fn, rows at multiples of 16 bytes. Of MXFP4 float8_e5m2, as for q8. A Hopper
-            GPU is slower where one of q8 and k8 is e5m2, the other e4m3.
+        q8: [M, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes.
+            float8_e5m2 if they were rounded to MXFP4, by `quantize_indexer_q` or `widen_mxfp4`; without infinities.
+        k8: [N, 128] uint8 or float8_e4m3fn, rows at multiples of 16 bytes. float8_e5m2 if widened from MXFP4, as q8.
+            A Hopper GPU is slower where one of q8 and k8 is e5m2, the other e4m3.
         ks: [N] float32 scales of the keys.
         w: [M, H] float32 weights of the heads, as `quantize_indexer_q` returns them.
         starts, ends: [M] int32; token i sees keys `max(starts[i], 0) <= j < min(ends[i], N)`.
@@ -321,8 +321,8 @@ def paged_indexer_logits(
     logit is -inf.
 
     Args:
-        q8: [B, n, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes. Of MXFP4
-            float8_e5m2, as for `indexer_logits`.
+        q8: [B, n, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes.
+            float8_e5m2 if they were rounded to MXFP4, as for `indexer_logits`.
         kv_cache: [num_blocks, block_size, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, or [..., 68] in
             layout INDEXER_MXFP4. A Hopper GPU is slower over MXFP4 keys with e4m3 queries, and over FP8 keys with e5m2.
         w: [B * n, H] float32 weights of the heads, as `quantize_indexer_q` returns them.

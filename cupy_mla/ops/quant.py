@@ -25,7 +25,7 @@ def dynamic_per_batched_tensor_quant(x: A) -> tuple[A, A]:
         x: bfloat16 or float32 of any shape, without gaps (C order).
 
     Returns:
-        the codes, float8_e4m3fn of x's shape (uint8 in CuPy, which has no fp8), and `1 / s`, float32 of shape [].
+        the codes, float8_e4m3fn of x's shape (uint8 in CuPy, which has no e4m3), and `1 / s`, float32 of shape [].
 
     Raises:
         TypeError, ValueError: x has the wrong type or strides.

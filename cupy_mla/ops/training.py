@@ -216,7 +216,7 @@ def indexer_loss(
       `indexer_logits`. On a GPU numbers and scales are multiplied separately, so there is no other rounding. Gradients
       go straight through to q_index and k_index, as if rounding were the identity.
     - A key that a list names twice has two entries in both distributions. `target` and lists have no gradient.
-    - The same call gives the same bits, run after run: nothing is added by atomics. The bits do not depend on
+    - The same call gives the same bits, run after run: nothing is added by atomics. On a GPU the bits do not depend on
       `max_workspace_bytes`, nor on the order of a list (and its target) that names no key twice.
     - NaN and infinity reach the loss, and the gradients of the token and of the keys it lists, no others.
 
@@ -233,7 +233,7 @@ def indexer_loss(
         loss_coeff: a factor.
         counted: [T] bool; tokens with False do not count, for instance padding.
         per_token: do not divide by N: the loss is a sum over the tokens.
-        relu: the indexer's heads have a relu; those of GLM-5's kind have none.
+        relu: the indexer's heads have a relu.
         quantized: compute scores as inference does, with q_index and k_index rounded to e4m3.
         scale_format: of their scales, "fp32" or "ue8m0", as for `quantize_indexer_q` and `indexer_k_quant_and_cache`;
             used only with `quantized`.
@@ -242,7 +242,8 @@ def indexer_loss(
         accumulate: add to what `dk_index` holds, which must be given and float32: for parts of a batch.
         max_workspace_bytes: limit of the memory beside the results, on a GPU. Query tokens are worked on in chunks
             that fit it, of at least one token. A token takes about `topk * (276 + H / 8) + N / 2` bytes; with
-            `quantized` besides `260 * H + 4 * topk`, and a key 260.
+            `quantized` besides `260 * H + 4 * topk`, and a key 260. Whatever the limit, several chunks with bfloat16
+            dk_index take `512 * N` bytes.
         dq_index: [T, H, 128] bfloat16 or float32, written in place when given.
         dk_index: [N, 128] bfloat16 or float32, written in place when given.
         dw: [T, H] float32, written in place when given.

@@ -15,7 +15,7 @@
 #include "tile/contributions.cuh"
 #include "tile/warp.cuh"
 
-constexpr int THREADS = 256, MOST = 8;  // queries of a group
+constexpr int THREADS = 256;
 constexpr int NO_ROW = 0x7fffffff;
 
 // cupy_mla/cuda/query_groups.py declares the same fields.

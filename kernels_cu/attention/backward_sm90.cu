@@ -168,7 +168,7 @@ __device__ __forceinline__ void find_weights(const BackwardParams& p, const Role
     for (int i = 0; i < 2; ++i) {
         const int line = r.row(i);
         const float lse = of.lse[line], sigma = of.sigma[line], e = of.e[line];
-        const int query = GROUPED ? line / p.h_q : 0;  // of the group
+        const int query = GROUPED ? min(line / p.h_q, 31) : 0;  // of the group; none of 8 and more lists a row
         auto weights = [&](int j, int k, float x, float y) {
             const bool there = GROUPED ? listed.by[2 * j + k] >> query & 1 : 8 * (FIRST + j) + 2 * r.t + k < rows;
             const Weights w = weights_from(p, there, W == 0 ? x : y, W == 0 ? y : x, lse, sigma, e);

@@ -1,18 +1,18 @@
 // Tells which rows, or which query tokens, have no NaN and no infinity (backward_groups.cu).
 //
-//   one warp   a row of kv; or a token's heads of q and of dO
+//   one warp   a row of kv; or a token's heads of q and of dO. A CTA has ITEMS warps
 #include "ptx/global.cuh"
 #include "rows/chunk.cuh"
 #include "tile/warp.cuh"
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 32 * ITEMS;
 
 // cupy_mla/cuda/query_groups.py declares the same fields.
 struct FiniteParams {
-    const bf16* wide;                                            // [count, heads, D_QK]
-    const bf16* narrow;                                          // [count, heads, D_V], or null
-    uint8_t* finite;                                             // [count]
-    int64_t wide_stride, wide_head, narrow_stride, narrow_head;  // items; multiples of CHUNK, as addresses are
+    const bf16* x;                                     // [count, heads, D_QK]: kv or q
+    const bf16* dout;                                  // [count, heads, D_V], or null
+    uint8_t* finite;                                   // [count]
+    int64_t x_stride, x_head, dout_stride, dout_head;  // items; multiples of CHUNK, as addresses are
     int32_t count, heads;
 };
 
@@ -39,9 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) finite_rows(const __grid_c
     if (item >= p.count) return;
     bool finite = true;
     for (int head = 0; head < p.heads; ++head) {
-        finite &= finite_chunks<D_QK>(p.wide + item * p.wide_stride + head * p.wide_head, lane);
-        if (p.narrow != nullptr)
-            finite &= finite_chunks<D_V>(p.narrow + item * p.narrow_stride + head * p.narrow_head, lane);
+        finite &= finite_chunks<D_QK>(p.x + item * p.x_stride + head * p.x_head, lane);
+        if (p.dout != nullptr) finite &= finite_chunks<D_V>(p.dout + item * p.dout_stride + head * p.dout_head, lane);
     }
     finite = __all_sync(~0u, finite);
     if (lane == 0) p.finite[item] = finite;

@@ -3,7 +3,7 @@
 //
 // Two launches, by the constant CODES:
 //
-//   grid       x as many CTAs in both, each of which takes every gridDim-th tile of 2 x 2048 values, 2 x 8 values a thread
+//   grid       x as many CTAs in both, each of which takes every gridDim-th tile of 2 x 2048 values, 2 x 8 a thread
 //   CODES 0    leaves the CTA's largest magnitude. NaN has the largest bits
 //   CODES 1    finds the largest of all CTAs' magnitudes. Then it takes the same tiles in reverse order, since L2 still
 //              has what was read last, and stores 8 codes a thread at a time

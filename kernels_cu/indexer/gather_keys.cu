@@ -1,7 +1,8 @@
 // Copies requests' tokens out of the indexer's paged key cache (layout INDEXER_FP8 or INDEXER_MXFP4) into consecutive
 // keys and scales.
 //
-//   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
+//   grid         up to eight times as many CTAs as the GPU runs at a time; their warps share the tokens of all
+//                requests evenly
 //   one warp     16 tokens at a time
 //     find       lane l finds the request of token l % 16 by bisection, then its block by the block table
 //     copy       8 lanes copy a token's key, 16 bytes each: every lane starts 4 loads, then 4 stores (MXFP4: 4 lanes

@@ -33,9 +33,9 @@
 // of which it gives 8 to each of the 4 steps of k. The order of k is free as long as both operands agree, so
 // copy_queries stores the queries' words in this order. A stage is free for the next unit before its multiplication
 // begins. Instructions bound these variants, most of all integer ones. So relu(x) is (x + |x|) / 2, an addition, with
-// weights that are halved once a tile. Logits have the same bits as by max: x is a sum of 128 products of e5m2, which is
-// NaN, if the query has a NaN, or less than 2^39, if it has no infinity. So x + |x| is exact and finite, NaN stays NaN,
-// and an infinite weight times relu's 0 is NaN. Only weights below 2^-125 have no half: they count as 0.
+// weights that are halved once a tile. Logits have the same bits as by max: x is a sum of 128 products of e5m2, which
+// is NaN, if the query has a NaN, or less than 2^39, if it has no infinity. So x + |x| is exact and finite, NaN stays
+// NaN, and an infinite weight times relu's 0 is NaN. Only weights below 2^-125 have no half: they count as 0.
 //
 // CANDIDATES: a query token sees blocks of 8 keys of its own, found in a list (work.cuh). A tile has one query.
 //

@@ -1,5 +1,5 @@
-// PTX ISA: mma.sync.aligned.m16n8k16 on bfloat16 or float16 (sm_80) and .m16n8k32 on e4m3 and e5m2 (sm_89), with float32
-// accumulators.
+// PTX ISA: mma.sync.aligned.m16n8k16 on bfloat16 or float16 (sm_80) and .m16n8k32 on e4m3 and e5m2 (sm_89), with
+// float32 accumulators.
 //
 // Fragments of a warp, lane = 4 * g + t:
 //   A (16 x 16): a[0] row g, columns 2t 2t+1; a[1] row g + 8; a[2], a[3] the same rows, 8 columns further

@@ -1,9 +1,9 @@
 // MXFP4: groups of 32 values. Each value is an e2m1 code (e2m1.cuh). Each group has a scale, a power of two in a UE8M0
 // byte. 128 values are 64 bytes, and their four scales are a word.
 //
-// Tensor cores before sm_100 do not multiply e2m1. For them 128 values are widened to e5m2 under one factor, 2^-13 of the
-// largest of their four scales. That is exact for groups whose scale is at least 2^-28 of the largest one. Values of
-// smaller groups are truncated to multiples of 2^-29 of it. A factor below the least normal float32 counts as 0.
+// Tensor cores before sm_100 do not multiply e2m1. For them 128 values are widened to e5m2 under one factor, 2^-13 of
+// the largest of their four scales. That is exact for groups whose scale is at least 2^-28 of the largest one. Values
+// of smaller groups are truncated to multiples of 2^-29 of it. A factor below the least normal float32 counts as 0.
 #pragma once
 #include "rows/e2m1.cuh"
 

@@ -29,6 +29,20 @@ def test_lists_that_are_equal_and_lists_without_common_rows(kind, rng):
     check(kind, a._replace(indices=lists))
 
 
+@pytest.mark.parametrize(("h_q", "group"), GROUPED)
+def test_rows_of_a_group_are_multiplied_once(kind, emulated, rng, h_q, group):
+    """Tokens of a group that have the same list take as many products as one token alone."""
+    a = inputs(rng, group, h_q, 512, 300, 130, invalid=0)
+    a.kv[...], a.dout[...] = rng.standard_normal(a.kv.shape), rng.standard_normal(a.dout.shape)
+    a.indices[:] = rng.permutation(300)[:130]
+    products = []
+    for tokens in (group, 1):
+        part = a._replace(q=a.q[:tokens], indices=a.indices[:tokens], dout=a.dout[:tokens])
+        check(kind, part)
+        products.append(emulated.products.pop("backward_sm90"))
+    assert products[0] == products[1] > 0
+
+
 def test_rows_listed_several_times(kind, rng):
     """By one query of a group, by all, or by none; by some once and by others more often."""
     a = inputs(rng, 8, 10, 512, 6, 40, invalid=0.5)

@@ -175,6 +175,24 @@ def test_what_has_no_gradient(kind, rng):
         cupy_mla.sparse_prefill(**given, out=torch.empty_like(out))
 
 
+def test_rows_without_a_backward(kind, rng):
+    """Said by the forward, not by the backward."""
+    given = arguments(kind, rng)
+    given |= {"q": given["q"].detach(), "kv": given["kv"].detach().to(torch.float8_e4m3fn)}
+    with pytest.raises(NotImplementedError, match=r"^cupy_mla\.sparse_prefill over e4m3 rows has no backward: call it"):
+        cupy_mla.sparse_prefill(**given)
+    with torch.no_grad():
+        out, *_ = cupy_mla.sparse_prefill(**given)
+    assert out[1:].isfinite().all()
+
+
+def test_opcheck(kind, rng):
+    """With inputs that require gradients: the backward's registration, and its trace."""
+    given = arguments(kind, rng)
+    cupy_mla.sparse_prefill(**given)  # registers the custom op
+    torch.library.opcheck(torch.ops.cupy_mla.sparse_prefill.default, (), given)
+
+
 def test_deterministic_algorithms(kind, rng):
     """There is one path, and it is deterministic: torch has nothing to say."""
     given = arguments(kind, rng)

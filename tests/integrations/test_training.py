@@ -56,6 +56,13 @@ def gradients(loss: Any, given: dict[str, Any]) -> list[Any]:
     return [*torch.autograd.grad(loss, [given[name] for name in ("q_index", "k_index", "w")])]
 
 
+def test_opcheck(kind, rng):
+    """With inputs that require gradients: the backward's registration, and its trace."""
+    given = arguments(kind, inputs(rng, 4, 8, 60, 20))
+    cupy_mla.indexer_loss(**given)  # registers the custom op
+    torch.library.opcheck(torch.ops.cupy_mla.indexer_loss.default, (), given)
+
+
 @pytest.mark.parametrize("relu", [True, False])
 def test_gradients(kind, rng, relu):
     """They are those of torch's own operations, times the gradient that arrives; eager, compiled, checkpointed."""
