@@ -156,7 +156,7 @@ def same(got: Gradients, want: Gradients) -> bool:
     return got.keys() == want.keys() and all(torch.equal(got[n], g) for n, g in want.items())
 
 
-@pytest.mark.long(sample=2)
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients(name: str, dtype: str, device: str, rng: np.random.Generator) -> None:
@@ -168,7 +168,7 @@ def test_gradients(name: str, dtype: str, device: str, rng: np.random.Generator)
     assert same(step(world), got), "another run gives other bits"
 
 
-@pytest.mark.long(sample=2)
+@pytest.mark.long(sample=1)
 def test_autocast(world: SimpleNamespace, device: str) -> None:
     """Weights and their gradients stay float32; indexers learn, too."""
     with torch.autocast(device, torch.bfloat16):
@@ -183,7 +183,7 @@ def test_autocast(world: SimpleNamespace, device: str) -> None:
 # --- padding and packing --------------------------------------------------------------------------------------
 
 
-@pytest.mark.long(sample=2)
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize(
     ("name", "side", "attn_implementation"),  # of which one brings an additive, one a boolean mask
     [*product(["v32", "glm"], ["left", "right"], ["eager", "sdpa"]), ("v4", "right", "eager")],
@@ -297,7 +297,7 @@ def losses_of_eager(world: SimpleNamespace) -> tuple[dict[int, float], Gradients
     return {layer: loss.item() for layer, loss in losses.items()}, dict(zip(names, found, strict=True))
 
 
-@pytest.mark.long(sample=2)
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("rows", ["chosen", "all"])
 def test_indexers_learn(world: SimpleNamespace, rows: str) -> None:
     """From their own loss, times its coefficient; nothing else does. Over all rows that is the loss of the warm-up."""
@@ -319,7 +319,7 @@ def test_indexers_learn(world: SimpleNamespace, rows: str) -> None:
         assert relative(own[name], 0.5 * g) < (OF_INDEXER if ".layers.0." in name else OF_LATER_INDEXER), name
 
 
-@pytest.mark.long(sample=2)
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("frozen", ["indexer", "model"])
 def test_what_is_frozen_does_not_learn(world: SimpleNamespace, frozen: str) -> None:
     """The rest learns the same."""
