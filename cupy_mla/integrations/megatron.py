@@ -360,7 +360,7 @@ def _settings(
     if valid is None:
         coeff /= 1 if per_token else sq * b
         return {"per_token": True, "loss_coeff": float(coeff)}, 1
-    counted = valid.to(q.device, torch.bool).expand(b, sq).transpose(0, 1).flatten()
+    counted = valid.to(q.device, torch.bool).expand(b, sq).transpose(0, 1).flatten().contiguous()
     settings = {"counted": counted, "per_token": True, "loss_coeff": float(coeff)}
     return settings, 1 if per_token else counted.sum().clamp(min=1)
 

@@ -210,6 +210,27 @@ def test_tokens_that_see_all_before_them(layer):
     assert loss == 0
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+def test_tokens_that_ranks_share(layer, sparse):
+    """Context parallelism: each rank has some query tokens and all keys. Results are those of the whole, gradients of
+    keys add up to them."""
+    per_token = {"calculate_per_token_loss": True, "sparse_loss": sparse}
+    out, loss = megatron.run_fused_dsa_attention(**layer.whole(**per_token))
+    outs, losses = [], []
+    for tokens in (slice(8), slice(8, 9), slice(9, S)):
+        given = layer.whole(**per_token, cp_size=3)
+        mine = ("query", "q_indexer", "indexer_weights", "varlen_starts", "varlen_ends")
+        given |= {name: given[name][tokens] for name in mine}
+        given["query_valid_rows"] = given["query_valid_rows"][:, tokens]
+        of_rank = megatron.run_fused_dsa_attention(**given)
+        outs.append(of_rank[0])
+        losses.append(of_rank[1])
+    assert torch.equal(torch.cat(outs), out)
+    torch.testing.assert_close(sum(losses), loss, rtol=1e-5, atol=0)
+    want, got = (torch.autograd.grad(x, layer.tensors["k"], retain_graph=True)[0] for x in (loss, sum(losses)))
+    assert (got.float() - want.float()).norm() < 5e-3 * want.float().norm()
+
+
 def test_heads_that_ranks_share(layer, monkeypatch):
     """Their targets are summed up before the loss divides by their sum."""
     group, summed = SimpleNamespace(size=lambda: 2), []
