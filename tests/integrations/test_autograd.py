@@ -136,6 +136,26 @@ def test_compiled_in_a_model(kind, rng):
     assert all(g.abs().max() > 0 for g in found[0])
 
 
+def test_weights_in_float32(kind, rng):
+    """Under torch.autocast projections give bfloat16, and gradients reach their float32 weights."""
+    given = arguments(kind, rng)
+    hidden, rows = (kind.put(rng.standard_normal((n, 64), np.float32)) for n in (5, 40))
+    shapes = (64, 12 * 576), (64, 576)
+    wq, wkv = (kind.put(rng.standard_normal(shape, np.float32) / 8).requires_grad_() for shape in shapes)
+    of = {name: given[name] for name in ("indices", "sm_scale", "attn_sink", "topk_length")}
+
+    def loss(function: Callable[..., Any]) -> Any:
+        with torch.autocast(kind.device, torch.bfloat16):
+            q, kv = (hidden @ wq).view(5, 12, 576), (rows @ wkv)[:, None]
+            assert q.dtype == kv.dtype == torch.bfloat16
+            return function(q=q, kv=kv, **of)[0].double().square().sum()
+
+    got, want = (torch.autograd.grad(loss(f), [wq, wkv]) for f in (cupy_mla.sparse_prefill, plain))
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 1e-2 * b.norm()
+
+
 def test_checkpointing(kind, rng):
     """The forward is made again, and the bits stay."""
     given = arguments(kind, rng)

@@ -297,6 +297,26 @@ def test_module_over_given_lists(kind, rng):
     assert without(*layer.tensors, indices=lists)[1] != module(*layer.tensors, indices=lists)[1]
 
 
+def test_weights_in_float32(kind, rng):
+    """Under torch.autocast: to the bits of layers in bfloat16, and gradients reach float32 weights."""
+    a = backward.inputs(rng, 5, 12, 576, 40, 30, size=1.0)
+    q, kv, lists = (kind.put(x) for x in (a.q, a.kv, a.indices))
+    _, _, lse = cupy_mla.sparse_prefill(q, kv, lists, 0.1)
+    hidden, rows = (kind.put(rng.standard_normal((n, 64), np.float32)) for n in (5, 40))
+    shapes = (64, 4 * 128), (64, 128), (64, 4)
+    weights = [kind.put(rng.standard_normal(shape, np.float32) / 8).requires_grad_() for shape in shapes]
+    found = []
+    for cast in (torch.float32, torch.bfloat16):
+        with torch.autocast(kind.device, torch.bfloat16, enabled=cast == torch.float32):
+            x, y, (wq, wk, w) = hidden.to(cast), rows.to(cast), (weight.to(cast) for weight in weights)
+            loss = training.sparse_indexer_loss(
+                (x @ wq).view(5, 4, 128), y @ wk, (x @ w).float(), q, kv, lists, lse, 0.1
+            )  # fmt: skip
+        found.append([loss, *torch.autograd.grad(loss, weights)])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert all(x.dtype == torch.float32 and x.abs().max() > 0 for x in found[0])
+
+
 RANK = """
 from cupy_mla.integrations.training import sparse_indexer_loss, warmup_loss
 
