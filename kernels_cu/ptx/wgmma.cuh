@@ -156,7 +156,7 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], u
           "n"(SUM == Sum::ADD), "n"(B == Major::MN));
 }
 
-// Products of bytes of one type, K-major. A in shared memory, e4m3:
+// Products of bytes of one type, K-major:
 #define WGMMA_BYTES_AS(shape, type, registers, outputs, inputs, ...)                                           \
     asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k32.f32." type "." type " {" registers "}, " inputs \
                  ", 1, 1;"                                                                                     \
@@ -169,47 +169,32 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], u
         WGMMA_BYTES_AS(shape, type, registers, outputs("+f"), inputs, __VA_ARGS__); \
     }
 
-template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[16], uint64_t a, uint64_t b) {
-    WGMMA_BYTES("n32", "e4m3", R16, C16, "%16, %17, %18", "l"(a));
+// A in shared memory, e4m3 or e5m2.
+#define WGMMA_EITHER(shape, registers, outputs, inputs)                 \
+    if constexpr (E5M2) {                                               \
+        WGMMA_BYTES(shape, "e5m2", registers, outputs, inputs, "l"(a)); \
+    } else {                                                            \
+        WGMMA_BYTES(shape, "e4m3", registers, outputs, inputs, "l"(a)); \
+    }
+template <bool E5M2, Sum SUM>
+__device__ __forceinline__ void wgmma_bytes(float (&c)[16], uint64_t a, uint64_t b) {
+    WGMMA_EITHER("n32", R16, C16, "%16, %17, %18");
 }
-template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[32], uint64_t a, uint64_t b) {
-    WGMMA_BYTES("n64", "e4m3", R32, C32, "%32, %33, %34", "l"(a));
+template <bool E5M2, Sum SUM>
+__device__ __forceinline__ void wgmma_bytes(float (&c)[32], uint64_t a, uint64_t b) {
+    WGMMA_EITHER("n64", R32, C32, "%32, %33, %34");
 }
-template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[64], uint64_t a, uint64_t b) {
-    WGMMA_BYTES("n128", "e4m3", R64, C64, "%64, %65, %66", "l"(a));
+template <bool E5M2, Sum SUM>
+__device__ __forceinline__ void wgmma_bytes(float (&c)[64], uint64_t a, uint64_t b) {
+    WGMMA_EITHER("n128", R64, C64, "%64, %65, %66");
 }
-template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[96], uint64_t a, uint64_t b) {
-    WGMMA_BYTES("n192", "e4m3", R96, C96, "%96, %97, %98", "l"(a));
+template <bool E5M2, Sum SUM>
+__device__ __forceinline__ void wgmma_bytes(float (&c)[96], uint64_t a, uint64_t b) {
+    WGMMA_EITHER("n192", R96, C96, "%96, %97, %98");
 }
-template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[128], uint64_t a, uint64_t b) {
-    WGMMA_BYTES("n256", "e4m3", R128, C128, "%128, %129, %130", "l"(a));
-}
-
-// The same, e5m2:
-template <Sum SUM>
-__device__ __forceinline__ void wgmma_e5m2(float (&c)[16], uint64_t a, uint64_t b) {
-    WGMMA_BYTES("n32", "e5m2", R16, C16, "%16, %17, %18", "l"(a));
-}
-template <Sum SUM>
-__device__ __forceinline__ void wgmma_e5m2(float (&c)[32], uint64_t a, uint64_t b) {
-    WGMMA_BYTES("n64", "e5m2", R32, C32, "%32, %33, %34", "l"(a));
-}
-template <Sum SUM>
-__device__ __forceinline__ void wgmma_e5m2(float (&c)[64], uint64_t a, uint64_t b) {
-    WGMMA_BYTES("n128", "e5m2", R64, C64, "%64, %65, %66", "l"(a));
-}
-template <Sum SUM>
-__device__ __forceinline__ void wgmma_e5m2(float (&c)[96], uint64_t a, uint64_t b) {
-    WGMMA_BYTES("n192", "e5m2", R96, C96, "%96, %97, %98", "l"(a));
-}
-template <Sum SUM>
-__device__ __forceinline__ void wgmma_e5m2(float (&c)[128], uint64_t a, uint64_t b) {
-    WGMMA_BYTES("n256", "e5m2", R128, C128, "%128, %129, %130", "l"(a));
+template <bool E5M2, Sum SUM>
+__device__ __forceinline__ void wgmma_bytes(float (&c)[128], uint64_t a, uint64_t b) {
+    WGMMA_EITHER("n256", R128, C128, "%128, %129, %130");
 }
 
 // A in registers, e5m2: each warp holds its 16 rows as fragments of mma.m16n8k32. a[i] holds four values of
@@ -256,4 +241,5 @@ __device__ __forceinline__ void wgmma_e5m2(float (&c)[128], const uint32_t (&a)[
 #undef WGMMA
 #undef WGMMA_BYTES_AS
 #undef WGMMA_BYTES
+#undef WGMMA_EITHER
 #undef A_REGISTERS

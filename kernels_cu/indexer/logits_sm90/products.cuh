@@ -23,22 +23,13 @@ struct Weights {
     }
 };
 
-template <Sum SUM>
-__device__ __forceinline__ void multiply_step(float (&c)[ROWS / 2], uint64_t keys, uint64_t queries) {
-    if constexpr (E5M2_KEYS) {
-        wgmma_e5m2<SUM>(c, keys, queries);
-    } else {
-        wgmma_e4m3<SUM>(c, keys, queries);
-    }
-}
-
 // Starts c = keys x (queries x heads). wgmma_wait<0>() waits for it.
 __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], uint64_t keys, uint64_t queries) {
     wgmma_fence();
-    multiply_step<Sum::SET>(c, keys, queries);
+    wgmma_bytes<E5M2_KEYS, Sum::SET>(c, keys, queries);
 #pragma unroll
     for (int step = 1; step < 4; ++step)
-        multiply_step<Sum::ADD>(c, wgmma_further(keys, 32 * step), wgmma_further(queries, 32 * step));
+        wgmma_bytes<E5M2_KEYS, Sum::ADD>(c, wgmma_further(keys, 32 * step), wgmma_further(queries, 32 * step));
     wgmma_commit();
 }
 

@@ -197,16 +197,10 @@ inline void wgmma(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
 }
 
 // On bytes of one type, K-major. A in shared memory, e4m3 or e5m2, ...
-template <Sum SUM, int N>
-inline void wgmma_e4m3(float (&c)[N], uint64_t a, uint64_t b) {
+template <bool E5M2, Sum SUM, int N>
+inline void wgmma_bytes(float (&c)[N], uint64_t a, uint64_t b) {
     static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128, "");
-    emu::issue<emu::E4m3Item, SUM, false, Major::K, Major::K>(c, a, b);
-}
-
-template <Sum SUM, int N>
-inline void wgmma_e5m2(float (&c)[N], uint64_t a, uint64_t b) {
-    static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128, "");
-    emu::issue<emu::E5m2Item, SUM, false, Major::K, Major::K>(c, a, b);
+    emu::issue<std::conditional_t<E5M2, emu::E5m2Item, emu::E4m3Item>, SUM, false, Major::K, Major::K>(c, a, b);
 }
 
 // ... or in registers, e5m2.
