@@ -143,11 +143,13 @@ class RowSums:
         of_token += 4 * (self.ranges + 2)
         most = min(max_bytes // of_token, MOST_ITEMS // max(topk * blocks, 1))
         self._total: Buffer | None = None  # float32 sums from chunk to chunk, if the gradient is bfloat16
-        if gradient is not None and most < tokens and gradient.dtype != FLOAT32:
-            self._total = Buffer("sums of rows", shape=(of.rows, width), dtype=FLOAT32)
-            most = min(most, (max_bytes - self._total.nbytes) // of_token)
-        multiple = next((number for number in multiples if number <= most), multiples[-1])
-        self.step: int = max(1, tokens if most >= tokens else min(tokens, max(most // multiple, 1) * multiple))
+        if most < tokens:
+            if gradient is not None and gradient.dtype != FLOAT32:
+                self._total = Buffer("sums of rows", shape=(of.rows, width), dtype=FLOAT32)
+                most = min(most, (max_bytes - self._total.nbytes) // of_token)
+            multiple = next((number for number in multiples if number <= most), multiples[-1])
+            most = max(most // multiple, 1) * multiple
+        self.step: int = max(1, min(tokens, most))
         if self.step >= tokens:
             self._total = None
         lists = (self.step, topk)
