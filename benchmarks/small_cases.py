@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 import cupy_mla
-from cupy_mla import layouts
+from cupy_mla import layouts, to_cupy
 from cupy_mla.calls import scratch
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, indices, logits_sm90, topk
@@ -38,14 +38,8 @@ from cupy_mla.ops.table import OPERATIONS, TABLE, Operation
 BF16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
-def to_gpu(array: np.ndarray) -> Any:
-    if array.dtype == E5M2:  # which CuPy does not take from NumPy
-        return cupy.asarray(array.view(np.uint8)).view(E5M2)
-    return cupy.asarray(array)
-
-
 def on_gpu(*arrays: np.ndarray | None) -> list:
-    return [None if a is None else to_gpu(a) for a in arrays]
+    return [None if a is None else to_cupy(a) for a in arrays]
 
 
 def compare(name: str, ours: object, reference: np.ndarray, size: float = 1.0) -> None:
@@ -101,7 +95,7 @@ def packed(
 def operation_case(rng: np.random.Generator, operation: Operation) -> None:
     """The operation's calls in the table, some numbers out of range. Both twins must give the same bits."""
     for call in operation.calls(rng, Wanted(strays=True)):
-        results = zip(*(operation.run(call, array) for array in (to_gpu, np.asarray)), strict=True)
+        results = zip(*(operation.run(call, array) for array in (to_cupy, np.asarray)), strict=True)
         for i, pair in enumerate(results):
             name = " ".join([operation.name, *call.detail.split(), str(i)])
             compare(name, *(np.ascontiguousarray(a).view(np.uint8) for a in pair))

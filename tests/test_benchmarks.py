@@ -579,6 +579,7 @@ def test_small_cases_are_of_every_operation(module, monkeypatch, rng):
         asarray=np.asarray, asnumpy=np.asarray, cuda=SimpleNamespace(Device=lambda: device)
     )  # fmt: skip
     monkeypatch.setattr(small_cases, "cupy", stand_in)
+    monkeypatch.setattr(small_cases, "to_cupy", np.asarray)
     monkeypatch.setattr(small_cases.driver, "gpu", lambda _: SimpleNamespace(shared_kb=227, capability=90))
     acts = dict(small_cases.cases())
     assert len(acts) == len([*small_cases.cases()])
@@ -617,7 +618,7 @@ def test_small_cases_run_every_kernel(module, monkeypatch, rng, gpu):
             memory.view(torch.uint8).flatten(), np.dtype(dtype), shape, strides, 0
         ),
     ))  # fmt: skip
-    monkeypatch.setattr(small_cases, "to_gpu", asarray)
+    monkeypatch.setattr(small_cases, "to_cupy", asarray)
     monkeypatch.setattr(small_cases, "compare", lambda *results: None)
     for twins, names in (
         (attention, ("sparse_prefill", "sparse_decode")),
