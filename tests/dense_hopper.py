@@ -103,6 +103,14 @@ def lengths_that_differ_by_a_thousand(kind: Any, rng: np.random.Generator, b: in
     check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, b, 2, 20), of), of, sink=sinks(rng, 20))
 
 
+def windows_longer_than_requests(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
+    """Up to the largest there are: differences with them must not overflow, also where a query is before all rows."""
+    fmt = formats[rng.integers(len(formats))]
+    for window in (2**31 - 1, 2**31 - 1 - int(rng.integers(300)), 2**30):
+        of = in_cache(rng, fmt, [1, *rng.integers(0, 300, b - 1)], 64, 5, Sees(True, window))
+        check_dense(kind, fmt, off_zero(fmt, dense_queries(rng, fmt, b, 5, 20), of), of)
+
+
 def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
     """Nothing of a call stays from the one before: lengths are those that then lie in the arrays."""
     fmt = formats[rng.integers(len(formats))]
@@ -117,7 +125,7 @@ every_batch = pytest.mark.parametrize(
     "check",
     [
         blocks_that_are_not_there, lengths_that_differ_by_a_thousand, a_call_again_with_other_lengths,
-        full_tiles_that_some_lines_see,
+        full_tiles_that_some_lines_see, windows_longer_than_requests,
     ],
     ids=lambda check: check.__name__,
 )  # fmt: skip

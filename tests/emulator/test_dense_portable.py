@@ -10,6 +10,7 @@ from cupy_mla.cuda.attention.choose import VARIABLE
 from .. import oracle
 from ..cases import sinks
 from ..dense import Requests, check_dense, dense_queries, in_cache, off_zero, run_dense, some_view
+from ..dense_hopper import windows_longer_than_requests
 from ..kinds import gapped
 from ..ops import test_dense_decode as of_operation
 from .emulator import EmulatedGPU
@@ -74,6 +75,13 @@ def test_tokens_see_rows_of_their_own(kind, rng, monkeypatch, name, fmt, sees):
     of = in_cache(rng, fmt, [3, 60, 130], 64, 8, sees)
     q = off_zero(fmt, dense_queries(rng, fmt, 3, 8, 6), of)
     check_dense(kind, fmt, q, of, num_splits=int(rng.integers(2, 20)))
+
+
+@pytest.mark.long(sample=1)
+@SHAPES
+def test_windows_longer_than_requests(kind, rng, monkeypatch, name):
+    monkeypatch.setenv(VARIABLE, name)
+    windows_longer_than_requests(kind, rng, 3, oracle.DENSE_FORMATS)
 
 
 @pytest.mark.long(sample=1)

@@ -27,6 +27,7 @@ from .kernels import (
 from .problem import DenseProblem, Problem
 
 LARGEST = 2**31 - 1  # int32
+MARGIN = 1024  # more than the rows of a tile
 PORTABLE = ("portable", "portable_99kb")
 # The kernels by their names. A module has the functions that `kernels/__init__.py` lists, for a `DenseProblem`. Only
 # `launches(problem, division, params, plan)` differs: it takes `struct DenseParams`, and the call's plan or None.
@@ -47,7 +48,9 @@ def dense_decode(gpu: Gpu, a: DenseDecode) -> Program:
     num_blocks, block_size, _ = a.cache.shape
     of_cache = PagedRows.of(a.layout, a.cache)
     capacity = min(a.block_table.shape[1] * block_size, LARGEST)
-    rows = min(capacity, a.window + s_q) if a.window else capacity
+    # Kernels subtract a window from rows down to s_q before the first, and rows of a tile from that: in int32.
+    window = a.window if a.window < LARGEST - s_q - MARGIN else 0
+    rows = min(capacity, window + s_q) if window else capacity
     problem = DenseProblem(
         gpu, a.layout, h_q, s_q, b, capacity, rows, block_size,
         of_cache.aligned and a.q.aligned(16), a.num_splits or 0, a.batch_invariant, *choose.asked(),
@@ -59,7 +62,7 @@ def dense_decode(gpu: Gpu, a: DenseDecode) -> Program:
     flags = of_cache.aligned * ALIGNED_ROWS | DECODE | a.batch_invariant * INVARIANT
     params = structs.DENSE(
         **fields_of(problem, a, main, decode_fields(a), flags), table=block_table(a.block_table, block_size),
-        num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=a.window, num_shares=0,
+        num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=window, num_shares=0,
         shares=0,
     )  # fmt: skip
     chosen = choose_dense(problem)
