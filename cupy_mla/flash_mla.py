@@ -349,7 +349,7 @@ def layout_of(kv_format: Any) -> str | None:
             f"kv_format: {kv_format!r} is a format of extra caches alone: give such a cache as extra_k_cache, "
             'beside k_cache with kv_format="V41"'
         )
-    require_choice("kv_format", kv_format, (*KV_FORMATS, *layouts.names()))
+    require_choice("kv_format", kv_format, (*KV_FORMATS, *layouts.names(layouts.DENSE_LAYOUTS)))
     return KV_FORMATS.get(kv_format, kv_format)
 
 

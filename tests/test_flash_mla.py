@@ -196,6 +196,19 @@ def test_dense(kind, rng, fmt, causal):
     assert_dense(tuple(map(kind.take, got)), dense_oracle(fmt, q, of, sink, sm_scale=0.03))
 
 
+@pytest.mark.parametrize("kv_format", [None, "fp16", "float16"])
+def test_dense_over_float16_rows(kind, rng, kv_format):
+    """Sparse mode has no such rows."""
+    of, q = in_cache(rng, oracle.FP16_576, [130, 0], 64, 2), queries(rng, 2, 2, 16, 576).astype(np.float16)
+    got = dense_call(kind, q, of, flash_mla.get_mla_metadata()[0], softmax_scale=0.03, kv_format=kv_format)
+    assert_dense(tuple(map(kind.take, got)), dense_oracle(oracle.FP16_576, q, of, sm_scale=0.03))
+    arrays, lists = [kind.put(a) for a in (q, of.cache)], kind.put(np.zeros((2, 2, 5), np.int32))
+    with pytest.raises((TypeError, ValueError), match=r"^(kv_format|q)\b"):
+        flash_mla.flash_mla_with_kvcache(
+            *arrays, None, None, 512, flash_mla.get_mla_metadata()[0], indices=lists, kv_format=kv_format
+        )
+
+
 def test_dense_is_not_causal_unless_asked(kind, rng):
     of, q = in_cache(rng, oracle.BF16_576, [70, 33], 64, 3, Sees(False)), queries(rng, 2, 3, 8, 576)
     arrays = map(kind.put, (q, of.cache[:, :, None], of.table, of.lens))
