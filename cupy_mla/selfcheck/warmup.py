@@ -55,7 +55,8 @@ def warmup(
     """Compile (or take from CuPy's disk cache) and load the kernels that layers of a config need, on one GPU.
 
     Threads compile several kernels at a time. Afterwards they are loaded in this process, and compiled on disk for
-    others. For a moment this takes a few hundred MB of GPU memory, from a pool of its own.
+    others. For a moment this takes a few hundred MB of GPU memory, from a pool of its own. `sparse_decode` with
+    `batch_invariant`, which no backend calls, may need other kernels.
 
     Args:
         config: the layers and the engine's maxima.
