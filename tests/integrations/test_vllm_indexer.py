@@ -37,7 +37,7 @@ def made(adapter: ModuleType, lists: torch.Tensor, prefix: str = "layer.indexer"
 
 def choose(
     q8: np.ndarray, weights: np.ndarray, lists: torch.Tensor, keys: np.ndarray, metadata: Any, prefix: str = CACHE,
-    graphs: int = 0,
+    graphs: int = 0, attention: str = "layer.attn",
 ) -> Any:  # fmt: skip
     """The call of vLLM's layers."""
     context = loaded("vllm.forward_context").context
@@ -45,7 +45,7 @@ def choose(
     return loaded("vllm.models.deepseek_v32.attention").sparse_attn_indexer(
         torch.zeros(len(q8), 4), prefix, as_torch(keys), as_torch(q8.view(E4M3)), None, None, as_torch(weights), 128,
         "ue8m0", K, 128, MAX_LEN, 4 * MAX_LEN, lists, skip_k_cache_insert=True, use_pcp=False,
-        pcp_shard_decode_requests=False, dense_mha_metadata_layer_name="layer.attn",
+        pcp_shard_decode_requests=False, dense_mha_metadata_layer_name=attention,
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ class Batch:
 @pytest.mark.parametrize(
     ("query_lens", "speculative"),
     [([1, 1, 1], 1), ([9], 1), ([1, 1, 7, 4], 1), ([2, 2], 2), ([2, 2, 0], 2), ([1, 1, 0, 0], 1), ([2, 2, 8], 2),
-     ([1, 3, 2], 3), ([3, 1, 0, 0], 3), ([3, 2, 7], 3)],
+     ([1, 3, 2], 3), ([3, 1, 0, 0], 3), ([3, 2, 7], 3), ([0, 7], 1), ([0, 0, 9], 3)],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("padding", [0, 3])
@@ -258,6 +258,16 @@ def test_decodes_without_lists_choose_nothing(adapter, rng) -> None:
     setattr(attention, adapter.short.NAME, "all rows")
     batch.choose({"layer.attn": attention})
     assert (batch.lists == 77).all()
+
+
+def test_lists_that_later_steps_reuse_are_written(adapter, rng) -> None:
+    """Those of a draft model's layer, for which vLLM names no attention."""
+    batch = Batch(rng, [1, 1])
+    made(adapter, batch.lists)
+    attention = SimpleNamespace(prefill=None, num_decode_tokens=2)
+    setattr(attention, adapter.short.NAME, "all rows")
+    batch.choose({"layer.attn": attention}, attention="")
+    np.testing.assert_array_equal(batch.lists.numpy(), batch.want)
 
 
 @pytest.fixture

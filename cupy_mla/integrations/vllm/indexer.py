@@ -141,15 +141,15 @@ def sparse_attn_indexer(
             hidden_states, k_cache_prefix, kv_cache, q_quant, q_scale, k, weights, quant_block_size, scale_fmt,
             topk_tokens, head_dim, max_model_len, total_seq_lens, topk_indices_buffer, **more,
         )  # fmt: skip
-    attention = metadata.get(k_cache_prefix.removesuffix(".indexer.k_cache") + ".attn")
-    dense_mha = metadata.get(more["dense_mha_metadata_layer_name"])
-    if short.dense_decodes_of(attention) is not None or _without_lists(context, dense_mha):
+    # vLLM names no attention for a draft model's layer: the lists of one step may serve the next ones.
+    attention = metadata.get(more["dense_mha_metadata_layer_name"])
+    if short.dense_decodes_of(attention) is not None or _without_lists(context, attention):
         return topk_indices_buffer
     batch = metadata[k_cache_prefix]
     out = topk_indices_buffer[:, :topk_tokens]
     if batch.num_prefills:
         _prefills(batch, kv_cache, q_quant, weights, total_seq_lens, out)
-    if batch.num_decodes:
+    if batch.num_decode_tokens:  # requests may have no query token
         all_chosen = batch.max_seq_len <= topk_tokens and not short.captured()
         _decodes(batch, kv_cache, q_quant, weights, topk_tokens if all_chosen else max_model_len, out)
     return topk_indices_buffer
