@@ -198,7 +198,9 @@ SOURCES = {
 
         class DeepseekV32IndexerMetadataBuilder:
             def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-                return get_paged_mqa_logits_metadata() if has_deep_gemm() else "built"
+                if has_deep_gemm():
+                    get_paged_mqa_logits_metadata()
+                return DeepseekV32IndexerMetadata(None, 0, None, 0, 0, 0, 0)
 
             def update_draft_decode_metadata(self, metadata):
                 return get_paged_mqa_logits_metadata() if has_deep_gemm() else "updated"

@@ -70,7 +70,7 @@ def batch_metadata(table, query_lens, seq_lens, starts, decodes: int, speculativ
                     skip_kv_gather=False,
                 )
             )  # fmt: skip
-    return m.DeepseekV32IndexerMetadata(
+    return importlib.import_module(f"{plugin.__name__}.indexer").CupyMLAIndexerMetadata(
         as_torch(np.array(seq_lens)), max(seq_lens), torch.zeros(int(starts[-1]), dtype=torch.int64),
         decodes, int(starts[decodes]), len(query_lens) - decodes, int(starts[-1] - starts[decodes]),
         decode, m.DeepseekV32IndexerPrefillMetadata(chunks) if chunks else None,
@@ -222,6 +222,8 @@ def test_layers_of_other_backends_keep_vllms(adapter, rng) -> None:
     batch = Batch(rng, [1, 1])
     made(adapter, batch.lists)
     assert batch.choose(prefix="draft.indexer.k_cache") == "stock"
+    theirs = loaded("vllm.v1.attention.backends.mla.indexer").DeepseekV32IndexerMetadata(**vars(batch.metadata))
+    assert batch.choose({CACHE: theirs}) == "stock", "another engine's layer of the same name"
     assert choose(batch.q8, batch.weights, batch.lists, batch.keys, None) == "stock", "a profiling run"
     adapter.CupyMLASparseImpl(0.1, "auto", 64, batch.lists, indexer=SimpleNamespace())  # of another model
 
@@ -230,7 +232,7 @@ def test_metadata_are_built_without_deep_gemm(adapter) -> None:
     backend = made(adapter, torch.zeros(1, K, dtype=torch.int32)).k_cache.get_attn_backend()
     assert issubclass(backend, loaded("vllm.v1.attention.backends.mla.indexer").DeepseekV32IndexerBackend)
     builder = backend.get_builder_cls()()
-    assert builder.build(0, None) == "built"
+    assert isinstance(builder.build(0, None), adapter.indexer.CupyMLAIndexerMetadata)
     assert builder.update_draft_decode_metadata(None) == "updated"
 
 

@@ -30,21 +30,29 @@ from .rebound import rebound
 if TYPE_CHECKING:
     from ..untyped import Untyped as StockBackend
     from ..untyped import Untyped as StockBuilder
+    from ..untyped import Untyped as StockMetadata
 else:
     StockBackend = stock_metadata.DeepseekV32IndexerBackend
     StockBuilder = stock_metadata.DeepseekV32IndexerMetadataBuilder
+    StockMetadata = stock_metadata.DeepseekV32IndexerMetadata
 
 LAYERS = "vllm.models.deepseek_v32.attention"
 DEEP_GEMM = (9, 10, 12)  # major compute capabilities for which vLLM's indexers have kernels
 
-ours: set[str] = set()  # the indexer caches of layers whose attention is ours
 stock_indexer: Any = stock.sparse_attn_indexer
+
+
+class CupyMLAIndexerMetadata(StockMetadata):
+    """vLLM's metadata of a step, for layers whose attention is ours."""
 
 
 class CupyMLAIndexerBuilder(StockBuilder):
     """vLLM's metadata builder, without DeepGEMM's schedule."""
 
-    build: Any = rebound(stock_metadata.DeepseekV32IndexerMetadataBuilder.build, has_deep_gemm=lambda: False)
+    build: Any = rebound(
+        stock_metadata.DeepseekV32IndexerMetadataBuilder.build, has_deep_gemm=lambda: False,
+        DeepseekV32IndexerMetadata=CupyMLAIndexerMetadata,
+    )  # fmt: skip
     update_draft_decode_metadata: Any = rebound(
         stock_metadata.DeepseekV32IndexerMetadataBuilder.update_draft_decode_metadata, has_deep_gemm=lambda: False
     )
@@ -74,7 +82,6 @@ def adopt(indexer: Any) -> None:
     if lacking:
         _warn_of_stock_indexer(lacking)
         return
-    ours.add(indexer.k_cache.prefix)
     indexer.k_cache.get_attn_backend = lambda: CupyMLAIndexerBackend
     layers.sparse_attn_indexer = sparse_attn_indexer
     if gpu is not None and (gpu.major, gpu.minor) < (8, 9):
@@ -136,7 +143,8 @@ def sparse_attn_indexer(
     """
     context = get_forward_context()
     metadata = context.attn_metadata
-    if k_cache_prefix not in ours or not isinstance(metadata, dict):  # no dict: a profiling run; vLLM's allocates
+    batch = metadata.get(k_cache_prefix) if isinstance(metadata, dict) else None
+    if not isinstance(batch, CupyMLAIndexerMetadata):  # no dict: a profiling run; vLLM's allocates
         return stock_indexer(
             hidden_states, k_cache_prefix, kv_cache, q_quant, q_scale, k, weights, quant_block_size, scale_fmt,
             topk_tokens, head_dim, max_model_len, total_seq_lens, topk_indices_buffer, **more,
@@ -145,7 +153,6 @@ def sparse_attn_indexer(
     attention = metadata.get(more["dense_mha_metadata_layer_name"])
     if short.dense_decodes_of(attention) is not None or _without_lists(context, attention):
         return topk_indices_buffer
-    batch = metadata[k_cache_prefix]
     out = topk_indices_buffer[:, :topk_tokens]
     if batch.num_prefills:
         _prefills(batch, kv_cache, q_quant, weights, total_seq_lens, out)
