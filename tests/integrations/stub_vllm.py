@@ -611,7 +611,7 @@ SOURCES = {
 
         class MLACommonBaseImpl(MLAAttentionImpl):
             def __init__(self, scale, kv_cache_dtype, qk_rope_head_dim, num_heads):
-                self.num_heads = num_heads
+                self.num_heads, self.qk_head_dim = num_heads, 128 + qk_rope_head_dim
                 self.scale, self.kv_cache_dtype, self.qk_rope_head_dim = scale, kv_cache_dtype, qk_rope_head_dim
         """,
     "model_executor/layers/sparse_attn_indexer": """
@@ -759,6 +759,9 @@ SOURCES = {
             ):
                 super().__init__(scale, kv_cache_dtype, qk_rope_head_dim, num_heads)
                 self.topk_indices_buffer = topk_indices_buffer
+
+            def prepare_for_batch(self, attn_metadata):
+                self.prepared = attn_metadata
 
             def _convert_logical_to_physical_topk(
                 self, logical_topk_indices, attn_metadata, *, block_stride_rows, return_valid_counts

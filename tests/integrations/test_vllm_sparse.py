@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
 from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, TOPK, Step, assert_result, make_step  # noqa: E402
-from tests.integrations.stub_vllm import loaded  # noqa: E402
+from tests.integrations.stub_vllm import engine, loaded  # noqa: E402
 from tests.integrations.test_vllm import HOSTILE, as_torch, float32_backend, vllm_batch  # noqa: E402
 
 CACHES = {"bf16": ("auto", "bf16"), "fp8": ("fp8_ds_mla", "v32_fp8")}
@@ -340,6 +340,30 @@ def test_the_parts_of_ranks_merge(adapter, rng, cache: str, decode: bool) -> Non
     assert_result(sum(w * o for w, o in zip(weights, outs, strict=True)).numpy(), step.want)
     want = np.where(step.want_lse == np.inf, -np.inf, step.want_lse)
     np.testing.assert_allclose(lse.numpy(), want, atol=2e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_profiling_run_takes_the_memory_of_a_step(adapter, rng, monkeypatch, cache: str, ranks: int) -> None:
+    """Of the largest batch. vLLM calls no attention there, and says what it calls instead by the lack of metadata."""
+    step = make_step(rng, 12 * ranks, [30, 10])
+    loaded("vllm.config").current = engine()
+    cache_type, layout = CACHES[cache]
+    with of_ranks(ranks):
+        impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64, as_torch(step.topk_indices), 12)
+    q, rows = given(step, layout, rope=True, pair=True)
+    of, taken = metadata(step, 0), []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda shape, dtype, device: taken.append(np.prod(shape) * dtype.itemsize))
+        impl.prepare_for_batch(of)
+        assert (impl.prepared, taken) == (of, [])
+        impl.prepare_for_batch(None)
+    out, _ = impl.forward_mqa(q, rows, of, None)
+    used = sum(each.nbytes for each in (*q, adapter.whole(q, 576), out))
+    assert used <= taken[0] <= 1.2 * used
+    monkeypatch.setattr(adapter.short, "captured", lambda: True)  # which would keep the memory for the graph
+    monkeypatch.setattr(impl, "reserve_workspace", None)
+    impl.prepare_for_batch(None)
 
 
 @pytest.mark.parametrize("cache_type", ["auto", "fp8_ds_mla"])

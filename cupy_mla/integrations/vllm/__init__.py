@@ -73,6 +73,7 @@ SPARSE_MLA: Needs = {
         "SharedTopkIndicesBuffer.topk_indices_buffer",
         "SparseMLACommonImpl._convert_logical_to_physical_topk"
         "(self, logical_topk_indices, attn_metadata, block_stride_rows, return_valid_counts)",
+        "SparseMLACommonImpl.prepare_for_batch(self, attn_metadata)",
     ),
     "v1.kv_cache_interface": ("MLAAttentionSpec.cache_dtype_str",),
     "config": ("CUDAGraphMode", "get_current_vllm_config", "get_current_vllm_config_or_none"),
@@ -94,6 +95,7 @@ SPARSE_MLA: Needs = {
         "MLACommonBaseImpl.kv_cache_dtype",
         "MLACommonBaseImpl.num_heads",
         "MLAAttention.process_weights_after_loading(self, act_dtype)",
+        "MLACommonBaseImpl.qk_head_dim",
         "MLACommonBaseImpl.qk_rope_head_dim",
         "MLACommonBaseImpl.scale",
     ),

@@ -184,6 +184,21 @@ class CupyMLASparseImpl(StockImpl):
         )  # fmt: skip
         warm.up(layers, lists.device)
 
+    def prepare_for_batch(self, attn_metadata: Any) -> None:
+        """vLLM calls this before a layer's step, in its profiling run without metadata."""
+        stock: Any = super()
+        stock.prepare_for_batch(attn_metadata)
+        if attn_metadata is None and not short.captured():
+            self.reserve_workspace()
+
+    def reserve_workspace(self) -> None:
+        """Allocate and free what the largest batch needs in a layer, from the query to the result. In vLLM's profiling
+        run, in which attention does not run, this makes the memory count."""
+        tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+        parts, whole, result = self.qk_head_dim + BF16_576.d_qk, BF16_576.d_qk, BF16_512.d_qk
+        shape = tokens, self.num_heads * self.dcp_world_size, parts + whole + result
+        torch.empty(shape, dtype=torch.bfloat16, device=self.topk_indices_buffer.device)
+
     def do_kv_cache_update(
         self,
         kv_c_normed: torch.Tensor,
