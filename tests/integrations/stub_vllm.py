@@ -224,6 +224,11 @@ SOURCES = {
 
         ModelRegistry = _ModelRegistry()
         """,
+    "model_executor/models/deepseek_v2": """
+        class DeepseekV32IndexerCache:
+            def get_attn_backend(self):
+                raise NotImplementedError
+        """,
     "models/__init__": "",
     "models/deepseek_v4/__init__": """
         from vllm.models.deepseek_v4.nvidia.model import DeepseekV4ForCausalLM
@@ -417,7 +422,10 @@ SOURCES = {
                 return plan
         """,
     "v1/kv_cache_interface": """
-        class AttentionSpec:
+        class KVCacheSpec:
+            block_size: int
+
+        class AttentionSpec(KVCacheSpec):
             dtype: object
 
         class MLAAttentionSpec(AttentionSpec):
@@ -462,7 +470,9 @@ SOURCES = {
             @classmethod
             def validate_configuration(
                 cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix,
-                device_capability, use_pcp=False, use_dcp=False,
+                use_per_head_quant_scales, device_capability, attn_type, has_sliding_window=False,
+                use_non_causal=False, use_batch_invariant=False, use_kv_connector=False, use_pcp=False,
+                use_adaptive_verification=False, use_dcp=False,
             ):
                 reasons = [] if cls.supports_compute_capability(device_capability) else ["compute capability"]
                 if use_pcp and not cls.get_impl_cls().supports_pcp:
@@ -584,6 +594,9 @@ SOURCES = {
             num_decodes: int
             num_decode_tokens: int
             decode: Any = None
+
+        class MLACommonPrefillMetadata:
+            use_dense_mha: bool = False
 
         @dataclass
         class MLADims:
@@ -729,7 +742,8 @@ SOURCES = {
         from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_convert_dcp_index
 
         class SparseMLACommonMetadata:
-            pass
+            block_size = block_table = cp_kv_cache_interleave_size = num_decode_tokens = req_id_per_token = None
+            prefill = None
 
         class SparseMLACommonMetadataBuilder:
             metadata_cls: type

@@ -150,6 +150,14 @@ FAULTS = {
         "DeepseekV32IndexerMetadata(seq_lens, max_seq_len,",
     ),
     "a lost attribute": (COMMON, "self.dcp_world_size, self.use_pcp =", "self.dcp_world_size, _ =", "Builder.use_pcp"),
+    "a lost field of a step": (COMMON, "cp_kv_cache_interleave_size = ", "", "Metadata.cp_kv_cache_interleave_size"),
+    "a renamed keyword": (
+        "v1/attention/backend", "use_dcp=False", "decode_ranks=False", "validate_configuration(cls, head_size, dtype,",
+    ),
+    "a renamed hook": (
+        "model_executor/models/deepseek_v2", "get_attn_backend", "backend_of", "IndexerCache.get_attn_backend(self)",
+    ),
+    "a lost setting": ("envs", "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "LOGITS", "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"),
     "a lost name": (f"{BACKENDS}/indexer", "def has_deep_gemm", "def has_gemm", "indexer: has_deep_gemm"),
     "a lost module": (f"{BACKENDS}/sparse_utils", None, None, "module v1.attention.backends.mla.sparse_utils"),
 }  # fmt: skip

@@ -76,7 +76,7 @@ def of_ranks(count: int) -> Iterator[None]:
 def reasons(adapter, capability: tuple[int, int] = (9, 0), head_size: int = 576, **ranks: bool) -> list[str]:
     """Why vLLM does not take the backend for a layer."""
     gpu = SimpleNamespace(major=capability[0], minor=capability[1])
-    layer = head_size, torch.bfloat16, "auto", None, True, False, True, False, gpu
+    layer = head_size, torch.bfloat16, "auto", None, True, False, True, False, False, gpu, "decoder"
     return adapter.CupyMLASparseBackend.validate_configuration(*layer, **ranks)
 
 

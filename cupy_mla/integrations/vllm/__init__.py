@@ -58,7 +58,12 @@ SPARSE_MLA: Needs = {
         "BLOCK_STRIDE_ROWS, NUM_TOPK_TOKENS, BLOCK_N, return_valid_counts)",
     ),
     "model_executor.layers.attention.sparse_mla_attention": (
-        "SparseMLACommonMetadata",
+        "SparseMLACommonMetadata.block_size",
+        "SparseMLACommonMetadata.block_table",
+        "SparseMLACommonMetadata.cp_kv_cache_interleave_size",
+        "SparseMLACommonMetadata.num_decode_tokens",
+        "SparseMLACommonMetadata.prefill",
+        "SparseMLACommonMetadata.req_id_per_token",
         "SparseMLACommonMetadataBuilder.metadata_cls",
         "SparseMLACommonMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)",
         "SparseMLACommonMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)",
@@ -75,12 +80,16 @@ SPARSE_MLA: Needs = {
         "(self, logical_topk_indices, attn_metadata, block_stride_rows, return_valid_counts)",
         "SparseMLACommonImpl.prepare_for_batch(self, attn_metadata)",
     ),
-    "v1.kv_cache_interface": ("MLAAttentionSpec.cache_dtype_str",),
+    "v1.kv_cache_interface": ("KVCacheSpec.block_size", "MLAAttentionSpec.cache_dtype_str"),
     "config": ("CUDAGraphMode", "get_current_vllm_config", "get_current_vllm_config_or_none"),
     "config.attention": ("AttentionConfig.hisparse_config",),
     "config.parallel": ("ParallelConfig.cp_kv_cache_interleave_size",),
     # What `warm` reads, and the heads of a rank.
-    "config.model": ("ModelConfig.get_num_attention_heads(self, parallel_config)", "ModelConfig.max_model_len"),
+    "config.model": (
+        "ModelConfig.get_num_attention_heads(self, parallel_config)",
+        "ModelConfig.hf_text_config",
+        "ModelConfig.max_model_len",
+    ),
     "config.scheduler": ("SchedulerConfig.max_num_batched_tokens", "SchedulerConfig.max_num_seqs"),
     "config.speculative": ("SpeculativeConfig.num_speculative_tokens",),
     "config.vllm": (
@@ -94,6 +103,7 @@ SPARSE_MLA: Needs = {
         "MLADims.qk_rope_head_dim",
         "MLACommonBaseImpl.kv_cache_dtype",
         "MLACommonBaseImpl.num_heads",
+        "MLACommonPrefillMetadata.use_dense_mha",
         "MLAAttention.process_weights_after_loading(self, act_dtype)",
         "MLACommonBaseImpl.qk_head_dim",
         "MLACommonBaseImpl.qk_rope_head_dim",
@@ -109,7 +119,10 @@ SPARSE_MLA: Needs = {
         "CommonAttentionMetadata.seq_lens",
         "CommonAttentionMetadata.block_table_tensor",
         "CommonAttentionMetadata.causal",
-        "AttentionBackend.validate_configuration(cls, head_size)",
+        "AttentionBackend.validate_configuration"
+        "(cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, "
+        "use_per_head_quant_scales, device_capability, attn_type, has_sliding_window, use_non_causal, "
+        "use_batch_invariant, use_kv_connector, use_pcp, use_adaptive_verification, use_dcp)",
         "AttentionMetadataBuilder.kv_cache_spec",
         "AttentionCGSupport.UNIFORM_BATCH",
         "max_decode_query_len(vllm_config)",
@@ -124,6 +137,8 @@ SPARSE_MLA: Needs = {
         "MLAAttentionImpl.do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)",
     ),
     # What `indexer` needs.
+    "envs": ("VLLM_SPARSE_INDEXER_MAX_LOGITS_MB",),
+    "model_executor.models.deepseek_v2": ("DeepseekV32IndexerCache.get_attn_backend(self)",),
     "forward_context": (
         "ForwardContext.attn_metadata",
         "ForwardContext.cudagraph_runtime_mode",
@@ -159,8 +174,10 @@ SPARSE_MLA: Needs = {
         "PrefillRowShard.from_metadata(cls, prefill_metadata, num_decode_tokens)",
         "PrefillRowShard.narrow(self, chunk)",
         "PrefillRowShard.exchange_topk(self, topk_buffer, width)",
+        "SparseAttnIndexer.candidate_block_size",
         "SparseAttnIndexer.candidate_blocks",
         "SparseAttnIndexer.dcp_world_size",
+        "SparseAttnIndexer.topk_tokens",
         "SparseAttnIndexer.use_fp4_cache",
         "SparseAttnIndexer.use_pcp",
         "sparse_attn_indexer"
@@ -192,7 +209,6 @@ SPARSE_MLA: Needs = {
 }
 # What `dense_mla` and `custom` need beyond that.
 DENSE_MLA: Needs = {
-    "config.model": ("ModelConfig.hf_text_config",),
     "v1.kv_cache_interface": ("AttentionSpec.dtype",),
     "model_executor.layers.attention.mla_attention": (
         "MLACommonBackend.get_name()",
@@ -233,7 +249,6 @@ V4_LAYERS: Needs = {
         "SparseAttnIndexer.max_model_len",
         "SparseAttnIndexer.max_total_seq_len",
         "SparseAttnIndexer.topk_indices_buffer",
-        "SparseAttnIndexer.topk_tokens",
     ),
     "config.device": ("DeviceConfig.device_type",),
     "config.model": ("ModelConfig.hf_config",),
@@ -303,7 +318,6 @@ DEEPSEEK_V41: Needs = {
     **V4_LAYERS,
     "model_executor.layers.sparse_attn_indexer": (
         *V4_LAYERS["model_executor.layers.sparse_attn_indexer"],
-        "SparseAttnIndexer.candidate_block_size",
         "SparseAttnIndexer.candidate_write",
     ),
     "config.parallel": ("ParallelConfig.prefill_context_parallel_size",),
