@@ -172,6 +172,16 @@ FILES = {
                     scales.append(rows[:, 64 * 128 :].reshape(-1, 4)[:length])
                 return torch.cat(keys), torch.cat(scales)
         """,
+    "srt/layers/radix_attention": """
+        class RadixAttention:
+            tp_q_head_num: int
+            head_dim: int
+        """,
+    "srt/model_executor/forward_batch_info": """
+        class ForwardMode:
+            def is_target_verify(self):
+                raise NotImplementedError
+        """,
     "srt/model_executor/forward_context": """
         pool = None
 

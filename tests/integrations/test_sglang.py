@@ -68,6 +68,8 @@ def test_an_unknown_mode_is_an_error(sglang, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "lacking"),
     [
+        ("../radix_attention", "tp_q_head_num", "heads", "RadixAttention.tp_q_head_num"),
+        ("../../model_executor/forward_batch_info", "is_target_verify", "verifies", "ForwardMode.is_target_verify"),
         ("dsa_backend", "def _forward_flashmla_kv(", "def _forward_kv(", "Backend._forward_flashmla_kv("),
         ("dsa_backend", "kv_cache, v_head_dim, page", "kv_cache, page", "_forward_flashmla_sparse(self, q_all,"),
         ("dsa_backend", "self.kv_cache_dim", "self.dim", "DeepseekSparseAttnBackend.kv_cache_dim"),

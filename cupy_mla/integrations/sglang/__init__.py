@@ -79,6 +79,8 @@ NEEDS: Needs = {
         "DSAIndexerMetadata.topk_transform_method",
     ),
     "srt.layers.attention.dsa.dsa_topk_backend": ("TopkTransformMethod.PAGED", "TopkTransformMethod.RAGGED"),
+    "srt.layers.radix_attention": ("RadixAttention.head_dim", "RadixAttention.tp_q_head_num"),
+    "srt.model_executor.forward_batch_info": ("ForwardMode.is_target_verify(self)",),
     "srt.model_executor.forward_context": ("get_token_to_kv_pool()",),
     "srt.mem_cache.memory_pool": (
         "DSATokenToKVPool.get_index_k_scale_buffer"
@@ -97,6 +99,7 @@ V4_NEEDS: Needs = {
         "DeepseekV4AttnBackend.is_dsv41",
         "DeepseekV4AttnBackend.max_context_len",
         "DeepseekV4AttnBackend.mega_attn",
+        "DeepseekV4AttnBackend.model_runner",
         "DeepseekV4AttnBackend.present_ratios",
         "DeepseekV4AttnBackend.token_to_kv_pool",
         "DeepseekV4AttnBackend.trtllm_attn",
