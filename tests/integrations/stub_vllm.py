@@ -641,10 +641,11 @@ SOURCES = {
         class PrefillRowShard:
             "Of two ranks the second, which has the tokens from `half` on."
 
-            half = None
+            half = decodes = None
 
             @classmethod
             def from_metadata(cls, prefill_metadata, num_decode_tokens):
+                cls.decodes = num_decode_tokens
                 return None if cls.half is None else cls()
 
             def narrow(self, chunk):

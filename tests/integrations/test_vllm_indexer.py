@@ -186,10 +186,12 @@ def test_tokens_that_pad_decodes_choose_nothing(adapter, rng, query_lens: list[i
 @pytest.mark.parametrize("half", [2, 4, 9, 13])
 def test_a_rank_chooses_for_its_part_of_the_prefills(adapter, rng, monkeypatch, half: int) -> None:
     """Of a tensor-parallel group, which then exchanges what was chosen."""
-    monkeypatch.setattr(loaded("vllm.model_executor.layers.sparse_attn_indexer").PrefillRowShard, "half", half)
+    shard = loaded("vllm.model_executor.layers.sparse_attn_indexer").PrefillRowShard
+    monkeypatch.setattr(shard, "half", half)
     batch = Batch(rng, [1, 1, 7, 4])
     made(adapter, batch.lists)
     batch.choose()
+    assert shard.decodes == 2, "query tokens in front of the prefills'"
     np.testing.assert_array_equal(batch.lists[half:].numpy(), batch.want[half:])
     assert (batch.lists[2:half] == 7).all()
 

@@ -317,6 +317,26 @@ def test_decodes_see_pages_of_64_rows(adapter, rng, monkeypatch, cache, block_si
     assert pages == [(total // page, page, blocks.shape[-1])]
 
 
+@pytest.mark.parametrize(
+    ("cache", "decodes", "runs"),
+    [("bf16", 7, "decode"), ("bf16", 1, "prefill"), ("bf16", 0, "prefill"), ("fp8", 7, "decode"), ("fp8", 0, "decode")],
+)
+def test_what_a_batch_runs_as(adapter, rng, monkeypatch, cache: str, decodes: int, runs: str) -> None:
+    """By the number of its 7 query tokens that are of decodes."""
+    ran = []
+    for kind in ("decode", "prefill"):
+        monkeypatch.setattr(
+            adapter,
+            f"sparse_{kind}",
+            lambda *a, kind=kind, of=getattr(adapter, f"sparse_{kind}"), **k: (ran.append(kind), of(*a, **k))[1],
+        )
+    step = make_step(rng, 12, [1, 6])
+    cache_type, layout = CACHES[cache]
+    impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64, as_torch(step.topk_indices))
+    impl.forward_mqa(as_torch(step.q), as_torch(step.caches[layout]), metadata(step, decodes), None)
+    assert ran == [runs]
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("decode", [True, False])
 def test_the_parts_of_ranks_merge(adapter, rng, cache: str, decode: bool) -> None:

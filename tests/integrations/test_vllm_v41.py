@@ -161,6 +161,25 @@ def test_each_rank_has_all_candidate_blocks(adapter, rng, monkeypatch) -> None:
         assert torch.equal(model.chosen[3 : len(asks.lists)], asks.lists[3:])
 
 
+def test_logits_take_no_more_memory_than_vllm_allows(adapter, rng, monkeypatch) -> None:
+    """Among candidates, too."""
+    keys, most = loaded(f"{plugin.__name__}.indexer"), []
+    for name in ("select_rows", "select_rows_paged", "select_candidate_rows"):
+        select = getattr(keys, name)
+        monkeypatch.setattr(
+            keys, name, lambda *a, select=select, **k: (most.append(k["max_workspace_bytes"]), select(*a, **k))[1]
+        )
+    monkeypatch.setattr(loaded("vllm.envs"), "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", 3)
+    model = Model(rng, HEADS)
+    layers, asked = holding(made(), model), model.step("both")
+    loaded("vllm.forward_context").context.attn_metadata = metadata_of(layers, asked)
+    for number in INDEX_SOURCES:
+        asks = asked.choices[number]
+        layers[number].indexer.indexer_op(asked.q[0][:, 0], asks.q, None, asks.weights)
+    assert len(most) >= 2 * len(INDEX_SOURCES)
+    assert {*most} == {3 << 20}
+
+
 def test_a_profiling_run_is_vllms(adapter) -> None:
     """There are no metadata; vLLM reserves memory, and writes zeros."""
     loaded("vllm.forward_context").context.attn_metadata = None

@@ -149,6 +149,7 @@ def test_deepseek_v4(vllm, asked, monkeypatch, heads: int, written: int) -> None
         assert (config.num_heads, config.topk, config.window, config.cache_layout) == (written, 512, 96, "v4_fp8")
         assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (5, 40, 700)
         assert config.num_speculative_tokens == 1
+        assert config.max_image_tokens == 32, "a window and the guessed token, rounded up to 128, see one another"
     of.speculative_config, of.device_config.device_type = None, "cpu"
     make(vllm_config=of)
     of.device_config.device_type, of.attention_config.backend = "cuda", "FLASHINFER"
