@@ -325,10 +325,9 @@ def test_what_a_batch_runs_as(adapter, rng, monkeypatch, cache: str, decodes: in
     """By the number of its 7 query tokens that are of decodes."""
     ran = []
     for kind in ("decode", "prefill"):
+        run = getattr(adapter, f"sparse_{kind}")
         monkeypatch.setattr(
-            adapter,
-            f"sparse_{kind}",
-            lambda *a, kind=kind, of=getattr(adapter, f"sparse_{kind}"), **k: (ran.append(kind), of(*a, **k))[1],
+            adapter, f"sparse_{kind}", lambda *a, kind=kind, run=run, **k: (ran.append(kind), run(*a, **k))[1]
         )
     step = make_step(rng, 12, [1, 6])
     cache_type, layout = CACHES[cache]
