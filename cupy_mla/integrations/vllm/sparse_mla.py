@@ -194,10 +194,11 @@ class CupyMLASparseImpl(StockImpl):
     def reserve_workspace(self) -> None:
         """Allocate and free what the largest batch needs in a layer, from the query to the result. In vLLM's profiling
         run, in which attention does not run, this makes the memory count."""
-        tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
-        parts, whole, result = self.qk_head_dim + BF16_576.d_qk, BF16_576.d_qk, BF16_512.d_qk
-        shape = tokens, self.num_heads * self.dcp_world_size, parts + whole + result
-        torch.empty(shape, dtype=torch.bfloat16, device=self.topk_indices_buffer.device)
+        shape = self.vllm_config.scheduler_config.max_num_batched_tokens, self.num_heads * self.dcp_world_size
+        parts = self.qk_head_dim, BF16_576.d_qk  # before and after the product with W_UK
+        whole, result = BF16_576.d_qk, BF16_512.d_qk
+        device = self.topk_indices_buffer.device
+        _ = [torch.empty((*shape, n), dtype=torch.bfloat16, device=device) for n in (*parts, whole, result)]
 
     def do_kv_cache_update(
         self,
