@@ -201,7 +201,7 @@ class BatchMetadata:
                 f"{-(-self.max_seq_len // block_size)} blocks of {block_size}; the table is {width} wide"
             )
         if num_blocks is not None:
-            self._check_blocks(block_size, num_blocks, window)
+            require_blocks(self, self._first_of_windows(window), block_size, num_blocks)
             slots = num_blocks * block_size
             if self.slot_mapping.max(initial=-1) >= slots:
                 t = int(self.slot_mapping.argmax())
@@ -218,17 +218,27 @@ class BatchMetadata:
                     f"positions: token {token} has position {positions[token]}, its sequence {lens[token]} tokens"
                 )
 
-    def _check_blocks(self, block_size: int, num_blocks: int, window: int | None) -> None:
-        table = self.block_table[:, : -(-self.max_seq_len // block_size)]
-        first = np.zeros_like(self.seq_lens)
-        if window is not None:
-            first = np.maximum(self.seq_lens - self.query_lens - window + 1, 0)
-            if self.replay_start is not None:
-                first = np.minimum(np.maximum(first, self.replay_start), self.seq_lens)
-        at = stray_block(table, first, self.seq_lens, block_size, num_blocks)
-        if at is not None:
-            r, m = at
-            raise ValueError(f"block_table: block {m} of request {r} is {table[at]}, the cache has {num_blocks} blocks")
+    def _first_of_windows(self, window: int | None) -> np.ndarray:
+        """[R] the first position that each request's windows reach; without windows 0."""
+        if window is None:
+            return np.zeros_like(self.seq_lens)
+        first = np.maximum(self.seq_lens - self.query_lens - window + 1, 0)
+        if self.replay_start is not None:
+            first = np.minimum(np.maximum(first, self.replay_start), self.seq_lens)
+        return first
+
+
+def require_blocks(batch: BatchMetadata, first: np.ndarray, block_size: int, num_blocks: int) -> None:
+    """Check that the cache has the blocks of the positions from first[r] on of each of the first requests.
+
+    Raises:
+        ValueError: it has not.
+    """
+    table = batch.block_table[: len(first), : -(-batch.max_seq_len // block_size)]
+    at = stray_block(table, first, batch.seq_lens[: len(first)], block_size, num_blocks)
+    if at is not None:
+        r, m = at
+        raise ValueError(f"block_table: block {m} of request {r} is {table[at]}, the cache has {num_blocks} blocks")
 
 
 def _integers(name: str, values: Any, dtype: np.dtype, ndim: int) -> np.ndarray:

@@ -15,12 +15,12 @@ import numpy as np
 
 from ..arrays import HOST
 from ..bridges import Place
-from ..checks.options import require_instance, require_integer, shown
+from ..checks.options import require_bool, require_instance, require_integer, shown
 from ..config import RATIOS, SparseMLAConfig
 from ..dtypes import BOOL, INT32, INT64
 from ..ops.swa import compute_prefill_gather_lens, compute_swa_indices_and_lens, window_width
 from ..typing import AnyArray
-from .batch import BatchMetadata, split_decodes_and_prefills
+from .batch import BatchMetadata, require_blocks, split_decodes_and_prefills
 from .sparse_mla import FP8KernelMetadata, check_batch, fill, fill_table, known_on_device
 from .uploads import Uploads
 
@@ -96,13 +96,20 @@ class SparseSWAMetadata:
 
         Returns:
             (start, end, N, M) of each chunk, in order; requests counted from the first prefill.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type, models of this kind have no layers of this ratio, or
+                layers of ratio 0 are to gather compressed rows.
         """
         model = self.config.model
         prefill_chunk_size = require_integer("prefill_chunk_size", prefill_chunk_size, 1)
+        compress_ratio = require_integer("compress_ratio", compress_ratio, 0)
         if compress_ratio not in RATIOS[model]:
             raise ValueError(f"compress_ratio must be among {RATIOS[model]}, got {compress_ratio}")
         if has_compressed is None:
             has_compressed = compress_ratio > RATIOS[model][0]
+        if require_bool("has_compressed", has_compressed) and compress_ratio == 0:
+            raise ValueError("has_compressed: layers of compress_ratio 0 have no compressed rows, got True")
         compressed = self.prefill_seq_lens_cpu // compress_ratio if has_compressed else 0 * self.prefill_seq_lens_cpu
         most = -(-self.config.max_model_len // compress_ratio) if has_compressed else 0
         most += self.config.window + self.config.max_num_batched_tokens
@@ -201,19 +208,18 @@ class SparseSWAMetadataBuilder:
                 `SparseMLAMetadataBuilder.build`.
 
         Raises:
-            ValueError: the batch exceeds a maximum of the config, its block table is too narrow for a sequence, or a
-                slot or a block of a sequence lies beyond the cache (with `num_blocks` given). The arrays stay as they
-                were.
+            ValueError: the batch exceeds a maximum of the config (an image `max_image_tokens`, too), its block table is
+                too narrow for a sequence, or a slot or a block of a sequence lies beyond the cache (with `num_blocks`
+                given). The arrays stay as they were.
         """
         config = self.config
         check_batch(config, batch, self.num_blocks, config.window)
-        if batch.left_visible is not None and not config.max_image_tokens:
-            raise ValueError("batch: has tokens of images, the config's max_image_tokens is 0")
         known = known_on_device(self._buffers.place, batch, seq_lens=seq_lens)
         counts = split_decodes_and_prefills(batch, self.decode_threshold)
         num_decodes, num_prefills, decode_tokens, _ = counts
         if decode_tokens > len(self._decode_lens):
             raise ValueError(f"batch: expected at most {len(self._decode_lens)} decode tokens, got {decode_tokens}")
+        self._check_images(batch, num_decodes)
         self._buffers.upload(lambda host: self._write(host, batch))
         self._buffers.put(known)
 
@@ -264,6 +270,32 @@ class SparseSWAMetadataBuilder:
             schedules={ratio: FP8KernelMetadata() for ratio in self._kinds},
             config=config,
         )
+
+    def _check_images(self, batch: BatchMetadata, num_decodes: int) -> None:
+        """Check that no image is larger than the lists allow, and that the cache has the blocks in which those of
+        decodes begin. Prefills see no rows before their gathered ones."""
+        if batch.left_visible is None or batch.right_visible is None:
+            return
+        most, window = self.config.max_image_tokens, self.config.window
+        if most == 0:
+            raise ValueError("batch: has tokens of images, the config's max_image_tokens is 0")
+        left = batch.left_visible.astype(np.int64)
+        tokens = left + batch.right_visible + 1
+        if tokens.max(initial=0) > most:
+            t = int(tokens.argmax())
+            raise ValueError(
+                f"batch: token {t} is of an image of {tokens[t]} tokens, the config's max_image_tokens is {most}"
+            )
+        if self.num_blocks is None:
+            return
+        starts, ends = batch.query_start_loc, batch.seq_lens[:num_decodes]
+        request = np.repeat(np.arange(num_decodes), batch.query_lens[:num_decodes])
+        position = ends[request] - starts[request + 1] + np.arange(len(request))
+        first = ends.astype(np.int64)
+        np.minimum.at(first, request, position - np.maximum(left[: len(request)], window - 1))
+        if batch.replay_start is not None:
+            first = np.minimum(np.maximum(first, batch.replay_start[:num_decodes]), ends)
+        require_blocks(batch, np.maximum(first, 0), self.config.block_size, self.num_blocks)
 
     def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata) -> int:
         """Fill the host's copies. Entries behind the batch get values that a captured graph can read safely."""

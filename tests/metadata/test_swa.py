@@ -101,7 +101,7 @@ def test_images_and_replayed_prefixes(kind, rng) -> None:
         batch, counts = random_batch(rng, 1, 4)
         given = batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping, batch.positions
         images = {} if i % 3 == 0 else {
-            side: rng.integers(0, 16, batch.num_actual_tokens) for side in ("left_visible", "right_visible")
+            side: rng.integers(0, 15, batch.num_actual_tokens) for side in ("left_visible", "right_visible")
         }  # fmt: skip
         start = None if i % 3 == 1 else rng.integers(0, batch.seq_lens + 1)
         batch = BatchMetadata(*given, replay_start=start, **images)
@@ -109,6 +109,40 @@ def test_images_and_replayed_prefixes(kind, rng) -> None:
     plain = SparseSWAMetadataBuilder(config(), place_of(kind))
     with pytest.raises(ValueError, match="batch: has tokens of images, the config's max_image_tokens is 0"):
         plain.build(batch)
+
+
+def image_batch(left: int, right: int, table: list[int], query_len: int = 1, start: int = 0) -> BatchMetadata:
+    """The last tokens of a sequence of 20, of which the first one is of an image."""
+    visible = np.zeros((2, query_len), int)
+    visible[:, 0] = left, right
+    positions = np.arange(20 - query_len, 20)
+    return BatchMetadata(
+        [0, query_len], [20], [table], positions, positions, replay_start=[start], left_visible=visible[0],
+        right_visible=visible[1],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "right"), [(19, 0), (12, 0), (0, 12), (6, 6), (2**31 - 1, 2**31 - 1)])
+def test_images_larger_than_the_lists_allow_are_refused(left: int, right: int) -> None:
+    """Their lists would lack the last positions, those of the token itself among them."""
+    builder = SparseSWAMetadataBuilder(config(model="v41", compress_ratio=0, max_image_tokens=12))
+    for query_len in (1, 5):
+        with pytest.raises(ValueError, match=f"batch: token 0 is of an image of {left + right + 1} tokens, the config"):
+            builder.build(image_batch(left, right, [0, 1, 2, 3, 4], query_len))
+    built = builder.build(image_batch(11, 0, [0, 1, 2, 3, 4]))
+    np.testing.assert_array_equal(built.decode_swa_indices[0, 0, :12], np.arange(8, 20))
+
+
+@pytest.mark.parametrize("block", [-1, 5])
+def test_blocks_that_only_an_image_reaches(block: int) -> None:
+    """They must exist, if the request is a decode: a prefill sees no rows before the window of its first token."""
+    settings = config(model="v41", compress_ratio=0, max_image_tokens=16)
+    builder, table = SparseSWAMetadataBuilder(settings, num_blocks=5), [block, block, 2, 3, 4]
+    builder.build(image_batch(11, 0, table))  # positions 8 to 19
+    builder.build(image_batch(12, 0, table, start=8))
+    builder.build(image_batch(12, 0, table, query_len=2))
+    with pytest.raises(ValueError, match=f"block_table: block 1 of request 0 is {block}, the cache has 5 blocks"):
+        builder.build(image_batch(12, 0, table))  # positions 7 to 19
 
 
 def test_blocks_before_a_replayed_prefix_are_not_looked_at(rng) -> None:
@@ -170,6 +204,12 @@ def test_a_chunk_plan_by_hand() -> None:
         built.get_prefill_chunk_plan(4, 4)
     with pytest.raises(ValueError, match="prefill_chunk_size must be >= 1"):
         built.get_prefill_chunk_plan(2, 0)
+    with pytest.raises(ValueError, match=r"^has_compressed: layers of compress_ratio 0 have no compressed rows"):
+        built.get_prefill_chunk_plan(0, 4, has_compressed=True)
+    with pytest.raises(TypeError, match=r"^has_compressed: expected True or False, got 1 "):
+        built.get_prefill_chunk_plan(1, 4, has_compressed=1)
+    with pytest.raises(TypeError, match=r"^compress_ratio: expected an integer, got 1\.0 "):
+        built.get_prefill_chunk_plan(1.0, 4)
 
 
 def test_no_requests(kind, rng) -> None:
