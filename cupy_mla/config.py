@@ -142,9 +142,9 @@ class SparseMLAConfig:
         if self.compressed_layout is not None:
             if not self.is_v4:
                 raise ValueError(f"compressed_layout: models of kind {kind!r} have no compressed caches")
-            beside = (self.layout, *layouts.EXTRA_OF.get(self.layout, ()))
+            beside = layouts.names((self.layout, *layouts.EXTRA_OF.get(self.layout, ())))
             name = f"compressed_layout beside cache_layout {self.cache_layout!r}"
-            require_choice(name, self.compressed_layout, (self.cache_layout, *layouts.names(beside)))
+            require_choice(name, self.compressed_layout, tuple(dict.fromkeys((self.cache_layout, *beside))))
 
     @property
     def layout(self) -> layouts.Layout:

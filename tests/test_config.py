@@ -89,7 +89,7 @@ def test_kinds_of_models(d_qk, model, cache_layout, layout):
      ({"d_qk": 512, "model": "v41", "cache_layout": "v41_fp4"}, "cache_layout must be one of .* got 'v41_fp4'"),
      ({"compressed_layout": "v41_fp4"}, "compressed_layout: models of kind 'v32' have no compressed caches"),
      ({"d_qk": 512, "cache_layout": "v4_fp8", "compressed_layout": "v41_fp4"},
-      "compressed_layout beside cache_layout 'v4_fp8' must be one of .* got 'v41_fp4'"),
+      r"compressed_layout beside cache_layout 'v4_fp8' must be one of \('v4_fp8',\), got 'v41_fp4'"),
      ({"d_qk": 512, "model": "v41", "cache_layout": "v41_fp8_split", "compressed_layout": "v41_fp4"},
       "compressed_layout beside cache_layout 'v41_fp8_split' must be one of .* got 'v41_fp4'")],
 )  # fmt: skip

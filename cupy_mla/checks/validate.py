@@ -71,7 +71,7 @@ def cache_layout(
             may_be = " or ".join(repr(layout.name) for layout in found if layout in allowed)
             raise ValueError(f"{cache.name}: rows of {last} bytes may be anything: say {asked_by}={may_be}")
         if asked is not None and asked not in found[0].names:
-            is_of = f"{found[0].name} of {found[0].d_qk}"
+            is_of = f"{' or '.join(layout.name for layout in found if layout in allowed)} of {found[0].d_qk}"
             raise ValueError(f"{asked_by}: {asked!r} was asked for, {cache.name} is {is_of}")
         return found[0]
     hint = f"; {others[found[0]]} is for layout {found[0].name}" if others and found else ""

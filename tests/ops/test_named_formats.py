@@ -123,6 +123,8 @@ def test_rows_are_packed(kind, rng, fmt, scale_format):
      (oracle.V4_NVFP4, "A", "nearest", ("9fe6724dafe6703d", "a1831d6fed04cfec")),
      (oracle.V4_NVFP4, "B", "nearest", ("0400f00000000000", "6b528ce79d330558")),
      (oracle.V41_FP4, "A", "nearest", ("9fe6724dafe6703d", "1305d0ecb449da84")),
+     (oracle.V41_FP4, "B", "nearest", ("0400f00000000000", "cd3ed54359d51563")),
+     (oracle.V41_FP4_SPLIT, "A", "nearest", ("9fe6724dafe6703d", "1305d0ecb449da84")),
      (oracle.V41_FP4_SPLIT, "B", "nearest", ("0400f00000000000", "cd3ed54359d51563"))],
 )  # fmt: skip
 def test_vectors(kind, fmt, row, scale_format, expected):
@@ -557,7 +559,7 @@ def test_a_layout_must_be_named():
     schedule, _ = cupy_mla.get_mla_metadata()
     with pytest.raises(ValueError, match=f"^k_cache: {ANYTHING} kv_format={NAMES}"):
         cupy_mla.flash_mla_with_kvcache(q, cache, None, None, 512, schedule, indices=indices)
-    with pytest.raises(ValueError, match=r"^kv_format: 'v32_fp8' was asked for, k_cache is v32_nope_fp8 of 512"):
+    with pytest.raises(ValueError, match=r"^kv_format: 'v32_fp8' was asked for, k_cache is v32_nope_fp8 or v41_fp8 "):
         cupy_mla.flash_mla_with_kvcache(q, cache, None, None, 512, schedule, indices=indices, kv_format="V32")
     for name in ("V41_FP4", "v41_fp4", "v41_fp4_split"):
         with pytest.raises(ValueError, match=f"^kv_format: '{name}' is a format of extra caches .* as extra_k_cache, "):
