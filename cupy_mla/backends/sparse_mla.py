@@ -35,7 +35,7 @@ class SparseMLABackend:
 
     name = "CUPY_MLA_SPARSE"
     supported_dtypes: tuple[str, ...] = ("bfloat16",)
-    supported_kv_cache_dtypes: tuple[str, ...] = ("auto", "bfloat16", "fp8_ds_mla", "fp8", "fp8_e4m3")
+    supported_kv_cache_dtypes: tuple[str, ...] = ("auto", "bfloat16", "fp8_ds_mla", "fp8", "fp8_e4m3", "nvfp4_ds_mla")
     supported_head_sizes: tuple[int, ...] = (576, 512)  # V3.2; V4, and V3.2's kind without RoPE
     least_compute_capability: tuple[int, int] = (8, 0)
 

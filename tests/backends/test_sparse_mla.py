@@ -576,6 +576,8 @@ def test_what_the_backend_answers() -> None:
     assert backend.get_kv_cache_shape(7, 64, 1, 512, "bfloat16") == (7, 64, 512)
     assert backend.get_kv_cache_shape(7, 64, 1, 576, "fp8") == (7, 64, 576)
     assert backend.get_kv_cache_shape(7, 64, 1, 512, "fp8_ds_mla") == (7, 64, 584)
+    assert backend.get_kv_cache_shape(7, 64, 1, 576, "nvfp4_ds_mla") == (7, 64, 352)
+    assert "nvfp4_ds_mla" in backend.supported_kv_cache_dtypes
     assert backend.get_builder_cls() is SparseMLAMetadataBuilder
     assert backend.get_impl_cls() is SparseMLAImpl
     for arguments, message in (
