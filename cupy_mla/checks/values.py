@@ -50,6 +50,14 @@ def check_lengths(array: Array, most: Any = None, of: str = "") -> np.ndarray:
     return values
 
 
+def check_images(left: Array, right: Array, most: int) -> None:
+    """Check the positions [T] of each token's image before it and behind it: none is negative, and with the token they
+    are at most `most`, the tokens of the largest image. Tokens of text have none."""
+    visible = check_lengths(left) + check_lengths(right)
+    wrong = (visible > 0) & (visible >= most)
+    _refuse(f"{left.name} + {right.name}", visible, wrong, f"the largest image has {most} tokens (max_image_tokens)")
+
+
 def check_bounds(array: Array, bounds: np.ndarray) -> None:
     """Check lengths: from 0 to a bound each."""
     values = check_lengths(array)

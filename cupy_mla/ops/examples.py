@@ -789,7 +789,7 @@ def swa_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 def _images(rng: np.random.Generator) -> dict[str, Any]:
     """Arguments for image tokens among the 60 tokens of a batch."""
-    visible = {side: rng.integers(0, 40, 60, dtype=np.int32) for side in ("left_visible", "right_visible")}
+    visible = {side: rng.integers(0, 25, 60, dtype=np.int32) for side in ("left_visible", "right_visible")}
     return {**visible, "max_image_tokens": 50}
 
 

@@ -27,7 +27,7 @@ from ..arrays import Array
 from ..bridges import Place, bind
 from ..calls.operation import operation
 from ..checks.options import LARGEST_INT, require_integer, require_together
-from ..checks.values import check_lengths, check_offsets, check_requests
+from ..checks.values import check_images, check_lengths, check_offsets, check_requests
 from ..cuda import swa as cuda
 from ..dtypes import BOOL, INT32
 from ..reference import swa as reference
@@ -84,7 +84,7 @@ def compute_swa_indices_and_lens(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down, a length or a number of visible positions
-            is negative, or a valid token names a request that does not exist.
+            is negative, an image is larger than the largest, or a valid token names a request that does not exist.
 
     Example:
         >>> starts, lengths = np.array([0, 1], np.int32), np.array([18], np.int32)  # a decode at position 17
@@ -108,8 +108,8 @@ def compute_swa_indices_and_lens(
     valid.require(BOOL, tokens)
     if replay is not None:
         replay.require(INT32, requests)
-    left, right = _visible(place, tokens, left_visible, right_visible)
     width = window_width(window_size, max_image_tokens)
+    left, right = _visible(place, tokens, left_visible, right_visible, max_image_tokens)
     out_ = place.output("out", out_, (tokens, width), INT32)
     lens_ = place.output("lens", lens_, (tokens,), INT32)
     if arrays.CHECK_VALUES:
@@ -187,14 +187,17 @@ def combined_width(topk: int, window_size: int, max_image_tokens: int = 0) -> in
     return -(-(topk + window_width(window_size, max_image_tokens)) // LIST_ALIGN) * LIST_ALIGN
 
 
-def _visible(place: Place, tokens: int, left_visible: Any, right_visible: Any) -> tuple[Array | None, Array | None]:
-    """Check `left_visible` and `right_visible`; both are None without images."""
+def _visible(
+    place: Place, tokens: int, left_visible: Any, right_visible: Any, most: int
+) -> tuple[Array | None, Array | None]:
+    """Check `left_visible` and `right_visible` of images of at most so many tokens; both are None without images."""
     require_together(left_visible=left_visible, right_visible=right_visible)
     left, right = place.optional(left_visible=left_visible, right_visible=right_visible)
-    for array in filter(None, (left, right)):
-        array.require(INT32, tokens)
+    if left is not None and right is not None:
+        left.require(INT32, tokens)
+        right.require(INT32, tokens)
         if arrays.CHECK_VALUES:
-            check_lengths(array)
+            check_images(left, right, most)
     return left, right
 
 
@@ -237,7 +240,7 @@ def combine_topk_swa_indices(
         M: workspace rows a request.
         N: workspace rows that are kept for compressed rows.
         left_visible, right_visible: [T] int32 positions of each token's image before it and behind it; both or none.
-        max_image_tokens: tokens of the longest image, as of `compute_swa_indices_and_lens`.
+        max_image_tokens: tokens of the largest image, as of `compute_swa_indices_and_lens`.
         out: [T, W] int32 with W = topk + window_size + max_image_tokens rounded up to a multiple of 128, written in
             place when given.
         lens: [T] int32, written in place when given.
@@ -248,7 +251,8 @@ def combine_topk_swa_indices(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides, or the workspace has more
             than 2**31 - 1 rows; nothing is written.
-        IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down or a length is negative.
+        IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down, a length or a number of visible positions
+            is negative, or an image is larger than the largest.
 
     Example:
         >>> chosen = np.array([[1, 0]], np.int32)  # compressed rows of a token at position 9
@@ -273,8 +277,8 @@ def combine_topk_swa_indices(
     gather.require(INT32, requests)
     if requests * M > LARGEST_INT:
         raise ValueError(f"M: {requests} requests of {M} workspace rows are more than int32 can count")
-    left, right = _visible(place, tokens, left_visible, right_visible)
     width = combined_width(topk, window_size, max_image_tokens)
+    left, right = _visible(place, tokens, left_visible, right_visible, max_image_tokens)
     out_ = place.output("out", out_, (tokens, width), INT32)
     lens_ = place.output("lens", lens_, (tokens,), INT32)
     if arrays.CHECK_VALUES:
