@@ -37,8 +37,9 @@ def candidate_blocks(
 ) -> A:
     """The blocks of 8 logits that have the largest logits of each row's range.
 
-    A block's score is its largest logit. The range's last block, which may be shorter, and blocks with a NaN are chosen
-    before all others. Of blocks with equal scores the lower ones are chosen.
+    A block's score is its largest logit. It is +inf for the range's last block, which may be shorter, and for blocks
+    with a NaN. Of blocks with equal scores the lower ones are chosen. So the last block is left out if `count` others
+    have a NaN or an infinity.
 
     Args:
         logits: [M, N] float32, any row stride.
@@ -151,7 +152,8 @@ def select_candidate_rows(
 
     Args:
         q8, kv_cache, w, candidates, lens, req_id, block_table: as for `candidate_logits`. Of a token with more blocks
-            than C, the last candidate is its last block, as `candidate_blocks` has it.
+            than C, the last candidate is its last block, as `candidate_blocks` has it where logits are finite. Else up
+            to 7 keys of the last candidate are left out.
         k: 1 to 4096.
         max_workspace_bytes: limit of the memory for logits. Tokens are worked on in chunks that fit it, of at least
             one.
