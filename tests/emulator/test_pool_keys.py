@@ -7,3 +7,4 @@ from .again import again
 
 test_keys = again(of_operation.test_prompts_in_portions_and_decodes, (1, 1), (4, 8), (3, 5))
 test_no_ring = again(of_operation.test_requests_without_a_ring_and_tokens_of_none)
+test_rounded_means = again(of_operation.test_a_mean_is_rounded_before_its_transform)

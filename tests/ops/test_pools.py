@@ -109,6 +109,17 @@ def test_requests_without_a_ring_and_tokens_of_none(kind, rng) -> None:
         np.testing.assert_array_equal(kind.take(there).view(np.uint16), tail.view(np.uint16))
 
 
+def test_a_mean_is_rounded_before_its_transform(kind, rng) -> None:
+    """To the bit, where all sums are exact: of whole numbers, of which all have the same weight."""
+    k, gate = rng.integers(-256, 257, (4, 128)).astype(BF16), np.zeros((4, 128), BF16)
+    i32 = [np.array(a, np.int32) for a in ([0], [0, 4], [4])]  # ring, query_start_loc, seq_lens
+    arrays = (k, gate, np.zeros((4, 128), np.float32), np.zeros((1, 2, 4, 128), BF16), *i32)
+    mean = k.astype(np.float32).mean(axis=0).astype(BF16).astype(np.float64)
+    sums = (np.sign(HADAMARD) @ mean).astype(np.float32)
+    want = (sums * np.float32(128**-0.5)).astype(BF16)
+    np.testing.assert_array_equal(kind.take(kpool_compress(*map(kind.put, arrays)))[3], want)
+
+
 def test_no_tokens(kind) -> None:
     none, i32 = np.zeros((0, 128), BF16), np.zeros(0, np.int32)
     arrays = (
