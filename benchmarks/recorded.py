@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from cases import numbers
 
-from cupy_mla.cuda.attention import dense
-from cupy_mla.cuda.attention.choose import KERNELS, choose
+from cupy_mla.cuda.attention.choose import DENSE_KERNELS, KERNELS, choose
+from cupy_mla.cuda.attention.dense import choose_dense
 from cupy_mla.cuda.attention.divide import Division, division
 from cupy_mla.cuda.attention.problem import DenseProblem, Problem
 from cupy_mla.cuda.driver import Gpu, Launchable
@@ -58,7 +58,7 @@ class Measured(NamedTuple):
 
 def kernels_of(problem: Problem | DenseProblem) -> dict[str, ModuleType]:
     """Those of sparse or of dense attention, by their names."""
-    return dense.KERNELS if isinstance(problem, DenseProblem) else KERNELS
+    return DENSE_KERNELS if isinstance(problem, DenseProblem) else KERNELS
 
 
 def gpu_of(record: dict[str, Any]) -> RecordedGpu:
@@ -157,7 +157,7 @@ def chosen_way(gpu: Gpu, row: dict[str, Any]) -> str:
     """The kernel and division that the package chooses on a GPU for the call of a row."""
     problem = named_problem(gpu, row["case"])
     if isinstance(problem, DenseProblem):
-        chosen = dense.choose_dense(problem)
+        chosen = choose_dense(problem)
     else:
         kernel = {163: "portable", 99: "portable_99kb"}.get(row.get("shape", 0), "")
         chosen = choose(problem._replace(kernel=kernel))

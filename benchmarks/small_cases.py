@@ -26,8 +26,7 @@ from cupy_mla.calls import scratch
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, indices, logits_sm90, topk
 from cupy_mla.cuda import kernel as kernel_module
-from cupy_mla.cuda.attention import dense
-from cupy_mla.cuda.attention.choose import DENSE_NAMES, VARIABLE
+from cupy_mla.cuda.attention.choose import DENSE_KERNELS, VARIABLE
 from cupy_mla.cuda.attention.divide import Clusters, Division, Segments, Shares, Teams, Whole
 from cupy_mla.cuda.attention.kernels import fp8_sm90, portable
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
@@ -393,11 +392,11 @@ def decode_kernels(layout: layouts.Layout) -> Iterator[str]:
 
 def dense_kernels(gpu: driver.Gpu, layout: layouts.Layout) -> Iterator[str]:
     """The kernels of dense attention that a GPU can run."""
-    for name in DENSE_NAMES:
+    for name, module in DENSE_KERNELS.items():
         if name.startswith("portable"):
             runs = name != "portable" or gpu.shared_kb >= portable.LARGE
         else:
-            runs = gpu.capability == 90 and layout in dense.KERNELS[name].LAYOUTS
+            runs = gpu.capability == 90 and layout in module.LAYOUTS
         if runs:
             yield name
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from cupy_mla.cuda import all_kernels, driver
-from cupy_mla.cuda.attention.dense import KERNELS, choose_dense
+from cupy_mla.cuda.attention.choose import DENSE_KERNELS
+from cupy_mla.cuda.attention.dense import choose_dense
 from cupy_mla.cuda.attention.problem import DenseProblem
 
 from .cuda.attention.h200 import CLUSTERS_AT_ONCE
@@ -89,7 +90,7 @@ def test_the_record_is_read_as_calls_of_dense_attention(module, monkeypatch, tmp
         assert isinstance(row.problem, DenseProblem)
         assert choose_dense(row.problem)[:2] in row.us
         for kernel, division in row.us:
-            assert KERNELS[kernel].fits(row.problem, division)
+            assert DENSE_KERNELS[kernel].fits(row.problem, division)
     assert sum(data.offered) >= ROWS
 
 

@@ -272,7 +272,7 @@ def test_no_decode_over_all_rows_needs_another_kernel(monkeypatch, rng, layout, 
     warmup(config)
     ready = set(gpu.kernels.values())
     asked = {"fp8_sm90", "bf16_cluster_sm90"}  # how many of their clusters fit
-    assert {kernel.name for kernel in ready} <= {*choose.DENSE_NAMES, *asked, "dense_combine", "portable", "combine"}
+    assert {kernel.name for kernel in ready} <= {*choose.DENSE_KERNELS, *asked, "dense_combine", "portable", "combine"}
     for width in (1, 2, 5, 16, 40, *rng.integers(1, 2561, 10).tolist()):
         for requests in (1, int(rng.integers(1, 257))):
             layer.dense(requests, width, int(rng.integers(1, most + 1)))

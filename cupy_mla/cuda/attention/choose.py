@@ -26,6 +26,12 @@ from .kernels import (
     bf16_grouped_sm90,
     bf16_shares_sm90,
     bf16_sm90,
+    dense_cluster_sm90,
+    dense_fp8_sm90,
+    dense_portable,
+    dense_portable_99kb,
+    dense_sm90,
+    dense_whole_sm90,
     fp8_short_sm90,
     fp8_sm90,
     portable,
@@ -42,10 +48,12 @@ KERNELS: dict[str, ModuleType] = {
         bf16_sm90, portable, portable_99kb,
     )
 }  # fmt: skip
-NAMES = tuple(KERNELS)
-# The kernels of dense attention. They stand here and not in `dense.py`, so that `forced` knows all names.
-DENSE_NAMES = ("dense_cluster_sm90", "dense_whole_sm90", "dense_sm90", "dense_fp8_sm90", "portable", "portable_99kb")
-EVERY_NAME = tuple(dict.fromkeys((*NAMES, *DENSE_NAMES)))
+# The kernels of dense attention, for a `DenseProblem`.
+DENSE_KERNELS: dict[str, ModuleType] = {
+    "dense_cluster_sm90": dense_cluster_sm90, "dense_whole_sm90": dense_whole_sm90, "dense_sm90": dense_sm90,
+    "dense_fp8_sm90": dense_fp8_sm90, "portable": dense_portable, "portable_99kb": dense_portable_99kb,
+}  # fmt: skip
+EVERY_NAME = tuple(dict.fromkeys((*KERNELS, *DENSE_KERNELS)))
 
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 explained: Callable[[], str | None] = private.environment_reader(EXPLAIN)

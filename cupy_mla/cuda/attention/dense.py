@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import isinf
-from types import ModuleType
 
 from ...arguments import DenseDecode
 from .. import structs
@@ -16,28 +15,11 @@ from ..paging import block_table, divisor
 from ..program import Program
 from . import choose, times
 from .call import ALIGNED_ROWS, DECODE, INVARIANT, PagedRows, decode_fields, fields_of
-from .kernels import (
-    dense_cluster_sm90,
-    dense_fp8_sm90,
-    dense_portable,
-    dense_portable_99kb,
-    dense_sm90,
-    dense_whole_sm90,
-)
 from .problem import DenseProblem, Problem
 
 LARGEST = 2**31 - 1  # int32
 MARGIN = 1024  # more than the rows of a tile
 PORTABLE = ("portable", "portable_99kb")
-# The kernels by their names. A module has the functions that `kernels/__init__.py` lists, for a `DenseProblem`. Only
-# `launches(problem, division, params, plan)` differs: it takes `struct DenseParams`, and the call's plan or None.
-KERNELS: dict[str, ModuleType] = dict(
-    zip(
-        choose.DENSE_NAMES,
-        (dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_fp8_sm90, dense_portable, dense_portable_99kb),
-        strict=True,
-    )
-)  # fmt: skip
 
 
 def dense_decode(gpu: Gpu, a: DenseDecode) -> Program:
@@ -60,13 +42,15 @@ def dense_decode(gpu: Gpu, a: DenseDecode) -> Program:
         topk=problem.capacity,
     )  # fmt: skip
     flags = of_cache.aligned * ALIGNED_ROWS | DECODE | a.batch_invariant * INVARIANT
+    # To the kernels a request is one query, whose heads are its lines.
+    sizes = {**decode_fields(a), "s_q": 1, "h_q": problem.lines, "num_queries": b}
     params = structs.DENSE(
-        **fields_of(problem, a, main, decode_fields(a), flags), table=block_table(a.block_table, block_size),
+        **fields_of(problem, a, main, sizes, flags), table=block_table(a.block_table, block_size),
         num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=window, num_shares=0,
         shares=0,
     )  # fmt: skip
     chosen = choose_dense(problem)
-    program: Program = KERNELS[chosen.kernel].launches(problem, chosen.division, params, a.plan)
+    program: Program = choose.DENSE_KERNELS[chosen.kernel].launches(problem, chosen.division, params, a.plan)
     return program
 
 
@@ -95,12 +79,12 @@ def choose_dense(problem: DenseProblem) -> choose.Choice:
     """
     rivals: list[choose.Rival] = [
         (name, division, times.microseconds(problem.gpu, name, kernel.work(problem, division)))
-        for name, kernel in KERNELS.items()
+        for name, kernel in choose.DENSE_KERNELS.items()
         if problem.kernel in ("", name) and kernel.serves(problem)
         for division in choose.offered(problem, kernel)
     ]
     if not rivals:
-        raise ValueError(choose.why_not(problem, KERNELS))
+        raise ValueError(choose.why_not(problem, choose.DENSE_KERNELS))
     chosen = choose.Choice(*min(rivals, key=choose.TIME))
     choose.explain(problem, chosen, rivals)
     return chosen

@@ -13,5 +13,6 @@ A module answers, for a `Problem`:
     kernels()                            all variants, for the compile tests and for warming up
 
 `fp8_sm90` also has `same_bits(division)`: the divisions that give the same bits. The modules of dense attention answer
-the same for a `DenseProblem`; `dense.py` names the one difference.
+the same for a `DenseProblem`. Only `launches(problem, division, params, plan)` differs: it takes `struct DenseParams`,
+and the call's plan or None.
 """

@@ -96,8 +96,12 @@ def clusters(problem: DenseProblem, division: Any) -> Counted:
 
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
-    """The launch: a cluster a work item."""
-    lines, ctas = division.heads, problem.items(division.heads) * division.cluster
-    memory = Buffer("partial results", shape=(ctas * lines * HALF_PARTIAL_BYTES,)).ptr
-    params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests, cluster_parts=memory)
-    return [Launch(kernel(problem.layout, lines), (ctas, 1, 1), params, division.cluster)]
+    """The launch."""
+    return in_clusters(kernel(problem.layout, division.heads), problem, params, division)
+
+
+def in_clusters(attention: Kernel, problem: DenseProblem, params: Packed, division: Clusters) -> Program:
+    """The launch of a kernel of this module or of `dense_fp8_sm90`: a cluster a work item."""
+    ctas = problem.items(division.heads) * division.cluster
+    memory = Buffer("partial results", shape=(ctas * division.heads * HALF_PARTIAL_BYTES,)).ptr
+    return [Launch(attention, (ctas, 1, 1), params.replaced(cluster_parts=memory), division.cluster)]

@@ -119,9 +119,8 @@ def in_shares(
     nbytes = (shares if splits > 1 else 2 * shares) * lines * HALF_PARTIAL_BYTES
     memory = Buffer("partial results", shape=(nbytes + SHARE_BYTES * shares,)).ptr
     params = params.replaced(
-        s_q=1, h_q=problem.lines, num_queries=problem.requests, num_splits=splits, cluster_parts=memory,
-        shares=memory + nbytes, least_split=LEAST_SPLIT, cut_cost=shares * cut_cost,
-        whole_items=ceil_div(items, shares) * shares, num_shares=shares,
+        num_splits=splits, cluster_parts=memory, shares=memory + nbytes, least_split=LEAST_SPLIT,
+        cut_cost=shares * cut_cost, whole_items=ceil_div(items, shares) * shares, num_shares=shares,
     )  # fmt: skip
     dividing = params
     if plan is not None and splits == 1 and SHARE_BYTES * shares <= PLAN_BYTES:

@@ -10,13 +10,13 @@ from ....layouts import V32_NOPE_FP8, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
-from ...program import Buffer, Launch, Plan, Program
+from ...program import Launch, Plan, Program
 from ...structs import Packed
-from ..divide import HALF_PARTIAL_BYTES, Clusters, Division, Shares, Whole
+from ..divide import Clusters, Division, Shares, Whole
 from ..problem import DenseProblem
 from ..times import Work
 from . import dense_combine, fp8_sm90
-from .dense_cluster_sm90 import clusters, largest
+from .dense_cluster_sm90 import clusters, in_clusters, largest
 from .work import whole
 
 LAYOUTS = fp8_sm90.LAYOUTS_OF_FP8
@@ -88,14 +88,11 @@ def work(problem: DenseProblem, division: Any) -> Work:
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch; after that of shares a second one merges the items that are cut."""
-    lines, items, sms = division.heads, problem.items(division.heads), problem.gpu.sms
+    lines = division.heads
     attention = kernel(problem.layout, lines, DIVISIONS[type(division)])
     if isinstance(division, Shares):
         merge = dense_combine.kernel(lines, True, False)
         return dense_combine.in_shares(attention, merge, problem, params, division, plan)
-    params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
-    if isinstance(division, Whole):
-        return [Launch(attention, (min(items, sms), 1, 1), params)]
-    ctas = items * division.cluster
-    memory = Buffer("partial results", shape=(ctas * lines * HALF_PARTIAL_BYTES,)).ptr
-    return [Launch(attention, (ctas, 1, 1), params.replaced(cluster_parts=memory), division.cluster)]
+    if isinstance(division, Clusters):
+        return in_clusters(attention, problem, params, division)
+    return [Launch(attention, (min(problem.items(lines), problem.gpu.sms), 1, 1), params)]

@@ -65,8 +65,7 @@ def program(problem: DenseProblem, division: Any, params: Packed, name: str, lim
     """The launch of the kernel of that name, with so many KB of shared memory, and the merge of its splits."""
     sparse = as_sparse(problem, name)
     kernel = portable.kernel(problem.layout, division.heads, limit, dense=True)
-    lines = params.replaced(s_q=1, h_q=sparse.heads, num_queries=sparse.queries)
-    launch = portable.launch(sparse, division, lines, kernel)
+    launch = portable.launch(sparse, division, params, kernel)
     if division.num_splits == 1:
         return [launch]
     # `combine` works on query tokens and their heads. Their partial results stand in the same order as those of lines.

@@ -69,6 +69,5 @@ def work(problem: DenseProblem, division: Any) -> Work:
 
 def launches(problem: DenseProblem, division: Any, params: Packed, plan: Plan | None) -> Program:
     """The launch: CTAs that take work items in turn."""
-    params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
     grid = (min(problem.items(division.heads), problem.gpu.sms), 1, 1)
     return [Launch(kernel(problem.layout, division.heads), grid, params)]
