@@ -14,7 +14,7 @@ from ..layouts import QUANTIZED_OF_V4, Layout
 from ..metadata.compressed import compressed_list_width
 from ..metadata.sparse_mla import SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata
-from ..ops.attention import decode_of_step, sparse_prefill
+from ..ops.attention import planned_decode, sparse_prefill
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
 from ..typing import A, AnyArray, PagedLayout
@@ -175,7 +175,7 @@ class DeepseekV4Impl:
                 decode_slots(self.config, swa, metadata, chosen, slots, extra_lens)
             extra_indices = slots[:, None]
         schedule = swa.schedules[self.config.compress_ratio]
-        decode_of_step(
+        planned_decode(
             q, layer.swa_k_cache, swa.decode_swa_indices, self.scale, schedule.num_splits, schedule.plan,
             attn_sink=layer.attn_sink, topk_length=swa.decode_swa_lens, extra_k_cache=layer.k_cache,
             extra_indices=extra_indices, extra_topk_length=extra_lens, out=out, layout=self._layout.name,

@@ -353,8 +353,8 @@ class SparseMLAImpl:
         if len(q) == 0:
             return
         _, found = planned_decode(
-            q[:, None], layer.cache, lists.slots[:, None], lists.ends, self.scale, out[:, None], kernel.num_splits,
-            kernel.plan, attn_sink=lists.sinks, **layer.told,
+            q[:, None], layer.cache, lists.slots[:, None], self.scale, kernel.num_splits, kernel.plan, padded=True,
+            topk_length=lists.ends, out=out[:, None], attn_sink=lists.sinks, **layer.told,
         )  # fmt: skip
         if lse is not None:
             lse[...] = found[..., 0]

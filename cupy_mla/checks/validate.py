@@ -92,13 +92,6 @@ def _layouts_of(dtype: np.dtype, last: int, asked: str | None, among: tuple[Layo
     return tuple([a for a in found if a.quantized or a.dtype == dtype] or found)
 
 
-def require_rows(kv: Array, layout: Layout) -> Array:
-    """Check the alignment of flat rows [s_kv, 1, d_qk] of a layout; returns them."""
-    if layout.quantized and not kv.aligned(ALIGNMENT):
-        raise ValueError(f"{kv.name}: rows of {layout.name} must start at multiples of {ALIGNMENT} bytes in memory")
-    return kv
-
-
 def require_cache(cache: Array, layout: Layout, alignment: int = ALIGNMENT) -> Array:
     """Check a paged cache [num_blocks, block_size, (1,) last axis] of a layout; drops the KV-head axis.
 

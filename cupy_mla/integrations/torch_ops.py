@@ -277,21 +277,12 @@ def _planned_decode(
     q: Any,
     k_cache: Any,
     indices: Any,
-    ends: Any,
     sm_scale: float,
-    out: Any,
     num_splits: int | None,
     plan: Any,
+    *,
+    padded: bool = False,
     **others: Any,
-) -> Any:
-    """Without the plan: a graph makes none."""
-    return _NAMED["sparse_decode"](
-        q, k_cache, indices, sm_scale, topk_length=ends, out=out, num_splits=num_splits, **others
-    )
-
-
-def _decode_of_step(
-    q: Any, k_cache: Any, indices: Any, sm_scale: float, num_splits: int | None, plan: Any, **others: Any
 ) -> Any:
     """Without the plan: a graph makes none."""
     return _NAMED["sparse_decode"](q, k_cache, indices, sm_scale, num_splits=num_splits, **others)
@@ -319,7 +310,6 @@ TRACED: dict[str, Callable[..., Any]] = {
     "_with_kvcache": _with_kvcache,
     "_dense_with_kvcache": _dense_with_kvcache,
     "planned_decode": _planned_decode,
-    "decode_of_step": _decode_of_step,
     "planned_dense_decode": _planned_dense_decode,
     "split_kv_b_proj": _split_kv_b_proj,
     "absorb_q": lambda q_nope, w_uk: absorb.product_by_head("torch", q_nope, w_uk.permute(1, 2, 0)),

@@ -17,7 +17,7 @@ from ..arrays import Array
 from ..bridges import bind
 from ..calls.operation import differentiable, operation
 from ..checks.options import require_bool, require_integer, require_scale, require_together
-from ..checks.validate import QUANTIZED, cache_layout, require_cache, require_d_v, require_heads, require_rows
+from ..checks.validate import ALIGNMENT, QUANTIZED, cache_layout, require_cache, require_d_v, require_heads
 from ..checks.values import check_lists
 from ..cuda import attention as cuda
 from ..cuda import driver
@@ -123,7 +123,9 @@ def sparse_prefill(
     layout = FLAT[kv_.dtype in QUANTIZED, d_qk]
     require_q(q_, layout, s_q, h_q, d_qk)
     kv_.require((BFLOAT16, *QUANTIZED), "s_kv", 1, d_qk)
-    require_rows(kv_, layout).without_axis(1)
+    if layout.quantized and not kv_.aligned(ALIGNMENT):
+        raise ValueError(f"kv: rows of {layout.name} must start at multiples of {ALIGNMENT} bytes in memory")
+    kv_.without_axis(1)
     scales = scale_of_q(place, q_, q_scale), scale_of_rows(place, layout, k_scale)
     idx.require(INT32, s_q, 1, "topk").without_axis(1)
     _require_optional(sink, length, h_q, s_q)
@@ -235,49 +237,26 @@ def planned_decode(
     q: A,
     k_cache: AnyArray,
     indices: AnyArray,
-    ends: AnyArray,
-    sm_scale: float,
-    out: A,
-    num_splits: int | None,
-    plan: Plan,
-    **others: Any,
-) -> tuple[A, A]:
-    """`sparse_decode` for the layers of a step, called by the backends. Calls with the same plan divide their lists in
-    the same way.
-
-    Args:
-        ends: [b] int32 where each request's lists end; entries behind are -1.
-        others: `layout`, as for `sparse_decode`, and arrays and `k_scale` under their names in `Given`.
-    """
-    scale = require_scale("sm_scale", sm_scale)
-    door = Door(layout=others.pop("layout", None))
-    given = Given(q, k_cache, indices, topk_length=ends, out=out, **others)
-    return decode(given, scale, num_splits, plan=plan, padded=True, door=door)
-
-
-@operation
-def decode_of_step(
-    q: A,
-    k_cache: AnyArray,
-    indices: AnyArray,
     sm_scale: float,
     num_splits: int | None,
     plan: Plan,
     *,
+    padded: bool = False,
     layout: str | None = None,
     extra_layout: str | None = None,
     **others: Any,
 ) -> tuple[A, A]:
-    """`sparse_decode` for the layers of one kind in a step, called by V4's backend. Calls with the same plan divide
+    """`sparse_decode` for the layers of one kind in a step, called by the backends. Calls with the same plan divide
     their lists in the same way, because lists end at the same places in all layers.
 
     Args:
+        padded: as for `decode`.
         layout, extra_layout: as for `sparse_decode`.
-        others: arrays under their names in `Given`.
+        others: arrays and `k_scale` under their names in `Given`.
     """
     scale = require_scale("sm_scale", sm_scale)
     door = Door(layout=layout, extra_layout=extra_layout)
-    return decode(Given(q, k_cache, indices, **others), scale, num_splits, plan=plan, door=door)
+    return decode(Given(q, k_cache, indices, **others), scale, num_splits, plan=plan, padded=padded, door=door)
 
 
 class Given(NamedTuple):

@@ -310,9 +310,9 @@ def test_attention_is_told_where_lists_end(
     ends = [max(np.flatnonzero(row >= 0), default=-1) + 1 for row in step.topk_indices]
     engine, put, told = Engine(kind, path, 8), kind.put, []
 
-    def record(q, cache, indices, ends, *args, **others):
-        told.extend(kind.take(ends).tolist())
-        return planned_decode(q, cache, indices, ends, *args, **others)
+    def record(*args, topk_length, **others):
+        told.extend(kind.take(topk_length).tolist())
+        return planned_decode(*args, topk_length=topk_length, **others)
 
     monkeypatch.setattr(sparse_mla, "planned_decode", record)
     arguments = (put(step.q), put(step.caches[engine.layout]), engine.builder.build(step.batch), put(step.topk_indices))

@@ -172,7 +172,7 @@ def test_planned_decode_in_a_graph(kind, rng):
     compiled = torch.compile(planned_decode, fullgraph=True, backend="aot_eager")
     ends = torch.full((len(q),), indices.shape[-1] - 1, dtype=torch.int32, device=q.device)
     indices[..., -1] = -1
-    returned, lse = compiled(q, cache, indices, ends, scale, out, None, plan)
+    returned, lse = compiled(q, cache, indices, scale, None, plan, padded=True, topk_length=ends, out=out)
     want, want_lse = cupy_mla.sparse_decode(q, cache, indices, scale)
     assert returned is out
     assert torch.equal(out, want)

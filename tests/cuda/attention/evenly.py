@@ -13,7 +13,7 @@ import pytest
 import cupy_mla
 from cupy_mla.cuda.attention.divide import CUT_COST, ITEM_COST
 from cupy_mla.cuda.program import Plan
-from cupy_mla.ops.attention import decode_of_step, planned_decode
+from cupy_mla.ops.attention import planned_decode
 
 from ... import oracle
 from ...cases import Paged, assert_decoded, check_decode, decode_oracle, off_zero, paged, queries, sinks
@@ -101,7 +101,8 @@ def check_plans_of_lists_with_ends(
             plan, results = Plan(), []
             for layer in arrays:
                 out = kind.put(poisoned((b, 1, h_q, 512), BF16))
-                results.append(planned_decode(*layer, SCALE, out, None, plan))
+                *rows, ends = layer
+                results.append(planned_decode(*rows, SCALE, None, plan, padded=True, topk_length=ends, out=out))
             assert plan.made
             bits.append([kind.take(a).tobytes() for result in results for a in result])
         assert bits[0] == bits[1]
@@ -140,7 +141,7 @@ def check_plans_of_lists_with_lengths(
                 if of_call is None:
                     result = cupy_mla.sparse_decode(*arrays, SCALE, **others)
                 else:
-                    result = decode_of_step(*arrays, SCALE, None, of_call, **others)
+                    result = planned_decode(*arrays, SCALE, None, of_call, **others)
                 assert_decoded(kind, result, want)
                 bits.append([kind.take(a).tobytes() for a in result])
             assert plan.made
