@@ -26,7 +26,7 @@ from recorded import FOLDERS, Measured, candidates, kernels_of, other_records, u
 
 from cupy_mla.cuda.attention.divide import Division
 from cupy_mla.cuda.attention.problem import DenseProblem, Problem
-from cupy_mla.cuda.attention.times import size_of, text_of
+from cupy_mla.cuda.attention.times import name_of, size_of
 
 TIMES = Path(__file__).resolve().parent.parent / "cupy_mla" / "cuda" / "attention" / "times"
 EXCEPTION = 0.04  # slower than the fastest, from which on a call is an exception
@@ -71,7 +71,7 @@ class Candidates:
             }
             for way, us in row.us.items():
                 words, of_work, amounts = kernels_of(problem)[way[0]].work(row.problem, way[1])
-                key = way[0], text_of(words)
+                key = way[0], name_of(words)
                 for name, amount in zip(of_work, amounts, strict=True):
                     entries.append((len(listed), names.setdefault((*key, name), len(names)), amount))
                 listed.append((us, number, kinds.setdefault(key, len(kinds)), way in offered))
@@ -187,7 +187,7 @@ def scaled(fitted: Fitted, name: str) -> Fitted:
     shares: dict[str, list[tuple[float, float, float]]] = {}
     for problem, kernel, division, us in measured(name):
         words, of_work, amounts = kernels_of(problem)[kernel].work(problem, division)
-        known = fitted.get(kernel, {}).get(text_of(words))
+        known = fitted.get(kernel, {}).get(name_of(words))
         if known is not None and (isinstance(problem, DenseProblem) or not problem.prefill):
             each = {n: amount * known.get(n, 0.0) for n, amount in zip(of_work, amounts, strict=True)}
             load = sum(value for n, value in each.items() if at_load(n))

@@ -15,7 +15,7 @@ from cupy_mla.cuda.attention.choose import EVERY_NAME, EXPLAIN, KERNELS, VARIABL
 from cupy_mla.cuda.attention.divide import Clusters, Segments, Shares, Teams, Whole
 from cupy_mla.cuda.attention.kernels import bf16_grouped_sm90, fp8_sm90
 from cupy_mla.cuda.attention.problem import Problem
-from cupy_mla.cuda.attention.times import module_for, text_of
+from cupy_mla.cuda.attention.times import module_for, name_of
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_576, EXTRA_OF, V4_FP8, V32_FP8, Layout
 
@@ -89,7 +89,7 @@ def test_all_kinds_of_work_have_times():
             if kernel.serves(problem):
                 for division in kernel.candidates(problem._replace(kernel=name, division="any")):
                     words, _, _ = kernel.work(problem, division)
-                    assert module_for(problem.gpu).TIMES[name][text_of(words)], (name, words)
+                    assert module_for(problem.gpu).TIMES[name][name_of(words)], (name, words)
 
 
 @pytest.mark.parametrize("gpu", [A100, L40], ids=["A100", "L40"])

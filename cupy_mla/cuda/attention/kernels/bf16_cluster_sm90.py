@@ -19,6 +19,7 @@ from . import bf16_sm90
 from .work import cluster_splits, in_rounds, rounds_of, split
 
 HEADS = (16, 32, bf16_sm90.HEADS)  # of a work item
+INVARIANT_ROWS = 16  # of a split of a batch-invariant call, which only gets this kernel where it is forced
 
 
 @cache
@@ -52,13 +53,13 @@ def serves(problem: Problem) -> bool:
 
 def candidates(problem: Problem) -> Iterator[Division]:
     """Clusters of the largest sizes of which all run at a time."""
-    asked = min(problem.splits(MAX_CLUSTER), MAX_CLUSTER)
+    asked = min(problem.splits(INVARIANT_ROWS), MAX_CLUSTER)
     at_once = problem.gpu.clusters_at_once(cluster_kernel())
     for heads in HEADS:
         if heads > HEADS[0] and problem.heads <= heads // 2 and not problem.division:
             continue  # more padding than heads
         found = [asked] if asked else cluster_splits(problem, problem.items(heads), problem.pairs, at_once)
-        for n in found or [2][: problem.forced]:
+        for n in found or ([2] if problem.forced else ()):
             yield Clusters(heads, n, n)
 
 

@@ -90,7 +90,7 @@ def _splits(problem: Problem, heads: int) -> Iterator[Division]:
         return
     at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
     found = [*split_numbers(problem.tiles, max(3, sms // max(1, items)))]  # 2 and 3 even if they take several rounds
-    numbers = [asked] if asked > 1 else found[-3:] or [2][: bool(problem.division)]
+    numbers = [asked] if asked > 1 else found[-3:] or ([2] if problem.division else [])
     for n in numbers:
         cluster = largest_cluster(n)
         if n in numbers[-2:]:

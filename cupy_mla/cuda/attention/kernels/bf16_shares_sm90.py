@@ -22,7 +22,7 @@ from .work import shares, split
 UNEVEN_ITEM_COST = 8  # what an item of unequal lists costs beside its pairs, in eighths of a pair of tiles
 LEAST_SPLIT = 1  # pairs of tiles
 MOST_SPLITS = 256  # of a work item: a CTA merges no more partial results
-
+INVARIANT_ROWS = 256  # of a split of a batch-invariant call, which only gets this kernel where it is forced
 SPILL_BYTES = 28  # a few words, once a work item; 20 by NVRTC 12.9 and 13.0
 
 
@@ -51,7 +51,7 @@ def serves(problem: Problem) -> bool:
 def candidates(problem: Problem) -> Iterator[Division]:
     """Equal shares of all rows; and as many equal splits of each item as fill the GPU."""
     heads, sms = bf16_sm90.HEADS, problem.gpu.sms
-    asked = problem.splits(MOST_SPLITS)
+    asked = problem.splits(INVARIANT_ROWS)
     if asked:
         yield Shares(heads, splits=min(asked, MOST_SPLITS))
     elif problem.forced or problem.items(heads) <= 6 * sms:

@@ -111,9 +111,11 @@ def candidates(problem: Problem) -> Iterator[Division]:
     if asked and not problem.division:
         return
     yield Shares(heads)
+    if asked:
+        return
     steps, items = ceil_div(problem.rows, STEP_ROWS), problem.items(heads)
     found = [*split_numbers(steps, 2 * sms // max(1, items))][-10:]
-    for n in [] if asked else found or [2][: bool(problem.division)]:
+    for n in found or ([2] if problem.division else ()):
         yield Clusters(heads, n, 1)
 
 

@@ -58,11 +58,11 @@ def exceptions(problem: Problem) -> dict[str, float]:
 @cache
 def unit_times(gpu: Gpu, kernel: str, words: Words, names: tuple[str, ...]) -> tuple[float, ...]:
     """The time of a unit of each amount of work; 0 where none was fitted."""
-    known = module_for(gpu).TIMES[kernel][text_of(words)]
+    known = module_for(gpu).TIMES[kernel][name_of(words)]
     return tuple(known.get(name, 0.0) for name in names)
 
 
-def text_of(words: Words) -> str:
+def name_of(words: Words) -> str:
     """A kind of work as a key of TIMES."""
     return " ".join(str(word) for word in words if word != "")
 
