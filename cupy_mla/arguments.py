@@ -45,7 +45,7 @@ class QuantizeQ(NamedTuple):
     scale_format: str
     codes: Operand
     w: Operand
-    scales: Operand | None = None
+    scales: Operand | None
 
 
 class RaggedKeys(NamedTuple):
@@ -293,20 +293,20 @@ class Decode(NamedTuple):
     cache: Operand
     indices: Operand
     sm_scale: float
-    q_scale: Operand = 1.0
-    k_scale: Operand = 1.0
-    sink: Operand = None
-    length: Operand = None
-    extra: Operand = None
-    extra_indices: Operand = None
-    extra_length: Operand = None
-    extra_layout: Layout | None = None
-    num_splits: int | None = None
-    out: Operand = None
-    lse: Operand = None
-    batch_invariant: bool = False
-    plan: Any = None
-    padded: bool = False
+    q_scale: Operand
+    k_scale: Operand
+    sink: Operand
+    length: Operand
+    extra: Operand
+    extra_indices: Operand
+    extra_length: Operand
+    extra_layout: Layout | None
+    num_splits: int | None
+    out: Operand
+    lse: Operand
+    batch_invariant: bool
+    plan: Any
+    padded: bool
 
 
 class PrefillBackward(NamedTuple):

@@ -231,14 +231,13 @@ class Array:
         }
         return np.asarray(SimpleNamespace(__array_interface__=interface))
 
-    def require_no_gradient(self) -> Array:
-        """Check that autograd does not follow this array, because the call has no backward; returns itself."""
+    def require_no_gradient(self) -> None:
+        """Check that autograd does not follow this array, because the call has no backward."""
         if self.wants_gradient:
             raise RuntimeError(
                 f"{self.name} requires a gradient, and this call has no backward: "
                 "call under torch.no_grad(), or detach it"
             )
-        return self
 
     def without_axis(self, axis: int) -> Array:
         """Drop an axis of length 1 (the single KV head) from the description; returns itself."""

@@ -221,7 +221,7 @@ class Calls:
                 self.recents[:] = [recent, *self.recents[: RECENT - 1]]
             return prepared.run(found, read[1], values)
         if len(args) > len(self._positional) or not any(map(_on_gpu, found)):
-            return self._function(*args, **kwargs)
+            return self._function(*args, **kwargs)  # on the host; or an error, with too many arguments
         names = (*self._positional[: len(args)], *kwargs)
         body = run_body(self._function, names, values, len(kwargs), partition, read)
         prepared = Prepared(body)

@@ -105,11 +105,6 @@ class _Threads(threading.local):
 THREAD = _Threads()
 
 
-def current_device() -> int:
-    """The number of this thread's current GPU, which has a context from now on."""
-    return THREAD.current_device()
-
-
 # --- facts of a GPU -------------------------------------------------------------------------------------------
 
 
@@ -164,7 +159,7 @@ def driver_version() -> int:
 @cache
 def clusters_at_once(kernel: Launchable, device: int) -> tuple[int, ...]:
     """See `Gpu.clusters_at_once`."""
-    current_device()
+    THREAD.current_device()
     loaded = kernel.load(device)
     counts = []
     with require_cupy("a CUDA array").cuda.Device(device):  # the driver answers for the current context

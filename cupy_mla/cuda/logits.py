@@ -65,13 +65,7 @@ def quantize_kernel(aligned: bool, mxfp4: bool, widen: bool) -> Kernel:
 
 
 @cache
-def logits_kernel(
-    heads: int,
-    rows: int,
-    keys: Keys,
-    aligned: bool,
-    compact: bool,
-) -> Kernel:
+def logits_kernel(heads: int, rows: int, keys: Keys, aligned: bool, compact: bool) -> Kernel:
     """The kernel for so many heads, and query rows (queries times heads) of a tile. Its parameters say whether queries
     are e4m3 or e5m2.
 

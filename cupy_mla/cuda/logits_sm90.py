@@ -110,14 +110,7 @@ def padded_heads(heads: int) -> int:
 
 
 @cache
-def kernel(
-    heads: int,
-    tile: Tile,
-    keys: Keys,
-    compact: bool,
-    alone: bool,
-    scheduled: bool,
-) -> Kernel:
+def kernel(heads: int, tile: Tile, keys: Keys, compact: bool, alone: bool, scheduled: bool) -> Kernel:
     """The kernel for so many heads, of a call as `Work` describes it. Queries are of the same type as keys.
 
     Args:
@@ -130,9 +123,7 @@ def kernel(
         "TOGETHER": int(tile.together), "STAGES": tile.stages, "CTAS_PER_SM": tile.ctas, "ALIGNED": 1,
         "COMPACT": int(compact), "UNDERWAY": tile.underway, "SCHEDULED": int(scheduled),
     }  # fmt: skip
-    return Kernel(
-        "indexer/logits_sm90.cu", structs.LOGITS, defines, archs=("90a",), alone=alone, overlaps=True
-    )  # fmt: skip
+    return Kernel("indexer/logits_sm90.cu", structs.LOGITS, defines, archs=("90a",), alone=alone, overlaps=True)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -199,12 +190,11 @@ def launch(gpu: Gpu, work: Work, params: Packed) -> Launch:
     heads, keys, requests, queries, width, compact, shares = work
     padded = padded_heads(heads)
     tile = tile_for(padded, queries, keys)
-    by_schedule = shares is not None
-    ctas = _usual_shares(gpu, tile, _units(padded, tile, requests, queries, width)) if shares is None else shares
+    units, by_schedule = _units(padded, tile, requests, queries, width), shares is not None
+    ctas = _usual_shares(gpu, tile, units) if shares is None else shares
     alone = tile.ctas > 1 and ctas <= gpu.sms
     if by_schedule and tile == FEW[0] and not alone:
         tile = BESIDE
-    elif by_schedule and tile == FEW[1] and _units(padded, tile, requests, queries, width) > LONG_UNITS * gpu.sms:
+    elif by_schedule and tile == FEW[1] and units > LONG_UNITS * gpu.sms:
         tile = LONG
-    found = kernel(padded, tile, keys, compact, alone, by_schedule)
-    return Launch(found, (ctas, 1, 1), params)
+    return Launch(kernel(padded, tile, keys, compact, alone, by_schedule), (ctas, 1, 1), params)

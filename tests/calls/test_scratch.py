@@ -234,7 +234,7 @@ def test_first_block_while_another_thread_captures(rng, takes):
     taken: list[Any] = []
 
     def take() -> None:
-        driver.current_device()
+        driver.THREAD.current_device()
         taken.append(ScratchMemory(LIBRARIES["torch"]).take(1000, 5, False))
 
     graph = torch.cuda.CUDAGraph()
@@ -251,6 +251,6 @@ def test_first_block_while_another_thread_captures(rng, takes):
 
 @pytest.mark.gpu
 def test_more_than_the_gpu_has():
-    driver.current_device()
+    driver.THREAD.current_device()
     assert driver.allocate(1 << 50) is None
     torch.ones(10, device="cuda").sum().item()

@@ -252,7 +252,7 @@ def test_more_than_half_of_the_shared_memory(of_cta: int, of_sm: int) -> None:
 @pytest.mark.gpu
 def test_ctas_that_are_alone_share_no_sm() -> None:
     """Whatever is loaded later: variants that are not alone have the same CUfunction."""
-    device = driver.current_device()
+    device = driver.THREAD.current_device()
     kernels = [
         topk.kernel(topk.choose(Gpu(0, 132, 80, 163), 1, width, 2048)[0], False) for width in (4096, 8192, 32768)
     ]

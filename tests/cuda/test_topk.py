@@ -144,7 +144,7 @@ def about_k_numbers(rng: np.random.Generator, width: int, k: int) -> np.ndarray:
 def test_each_shape(monkeypatch, rng, name: str) -> None:
     """Each shape gets rows with ends of their own, however many rows it is meant for; with starts, and without."""
     cupy = pytest.importorskip("cupy")
-    gpu = driver.gpu(driver.current_device())
+    gpu = driver.gpu(driver.THREAD.current_device())
     for table in FLOAT32_TABLES:
         for most, shapes in table:
             for _, shape in shapes:
