@@ -23,7 +23,7 @@ from .kernel import PORTABLE, Kernel
 from .paging import ceil_div, pointer
 from .program import Buffer, Launch, Program
 from .query_groups import GROUPS_KERNEL, LINES, Groups, finite_kernel, tokens_of_group
-from .row_sums import Lists, RowSums, from_token, lists_kernel, rows_kernel
+from .row_sums import Lists, RowSums, lists_kernel, rows_kernel
 from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
 
 BACKWARD = Struct(
@@ -164,9 +164,9 @@ def _params(a: PrefillBackward, first: int, blocks: int, memory: Mapping[str, ob
     h_q = a.q.shape[1]
     d_lse = (0, 0) if a.d_lse is None else a.d_lse.strides
     return BACKWARD(
-        q=from_token(a.q, first), kv=a.kv.ptr, out=from_token(a.out, first), dout=from_token(a.dout, first),
-        lse=from_token(a.lse, first), d_lse=from_token(a.d_lse, first), sink=pointer(a.sink),
-        dq=from_token(a.dq, first), q_token=a.q.strides[0], q_head=a.q.strides[1], kv_row=a.kv.strides[0],
+        q=pointer(a.q, first), kv=a.kv.ptr, out=pointer(a.out, first), dout=pointer(a.dout, first),
+        lse=pointer(a.lse, first), d_lse=pointer(a.d_lse, first), sink=pointer(a.sink),
+        dq=pointer(a.dq, first), q_token=a.q.strides[0], q_head=a.q.strides[1], kv_row=a.kv.strides[0],
         out_token=a.out.strides[0], out_head=a.out.strides[1], dout_token=a.dout.strides[0],
         dout_head=a.dout.strides[1],
         lse_token=a.lse.strides[0], lse_head=a.lse.strides[1], d_lse_token=d_lse[0], d_lse_head=d_lse[1],

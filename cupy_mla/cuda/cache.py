@@ -110,7 +110,7 @@ def _pack(
         Buffer("no RoPE", shape=(layout.d_qk - D_V,), dtype=BFLOAT16) if rope is None and layout.rope_apart else None
     )
     params = PACK(
-        latent=latent.ptr, rope=pointer(rope or zeros), cache=cache.ptr, slots=slots.ptr,
+        latent=latent.ptr, rope=zeros.ptr if zeros else pointer(rope), cache=cache.ptr, slots=slots.ptr,
         latent_stride=latent.strides[0], rope_stride=rope.strides[0] if rope else 0,
         block_stride=cache.strides[0] * size, row_stride=_row_stride(layout, cache),
         num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens,

@@ -76,7 +76,7 @@ def indexer_k_quant_and_cache(
         num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens,
         power_of_two=int(scale_format == "ue8m0"), least_scale=frexp(least_scale)[1] + 126,
     )  # fmt: skip
-    aligned = k.aligned(16) and _block_aligned(kv_cache, 8)
+    aligned = k.aligned(16) and blocks_aligned(kv_cache, 8)
     return [Launch(pack_kernel(layout, aligned), (ceil_div(tokens, PACK_TOKENS_PER_BLOCK), 1, 1), params)]
 
 
@@ -94,11 +94,11 @@ def cp_gather_indexer_k_quant_cache(
         num_blocks=num_blocks,
     )  # fmt: skip
     ctas = min(ceil_div(rows, GATHER_TOKENS_PER_BLOCK), GATHER_CTAS_PER_SM * gpu.sms)
-    aligned = _block_aligned(kv_cache, 16) and dst_k.aligned(16)
+    aligned = blocks_aligned(kv_cache, 16) and dst_k.aligned(16)
     widen = dst_k.shape[1] != layout.row_stride
     return [Launch(gather_kernel(layout, widen, aligned), (ctas, 1, 1), params)]
 
 
-def _block_aligned(kv_cache: Array, nbytes: int) -> bool:
+def blocks_aligned(kv_cache: Array, nbytes: int) -> bool:
     """True when every block starts at a multiple of `nbytes`. Then its keys do, too."""
     return kv_cache.ptr % nbytes == 0 and (kv_cache.shape[0] <= 1 or kv_cache.strides[0] % nbytes == 0)

@@ -19,7 +19,7 @@ from ..dtypes import E5M2
 from ..layouts import INDEXER_FP8, INDEXER_MXFP4
 from . import logits_sm90, structs
 from .driver import Gpu
-from .indexer import defines_of
+from .indexer import blocks_aligned, defines_of
 from .kernel import Kernel
 from .logits_sm90 import E5M2_ROWS, HEADS, PAGED_FP8, PAGED_MXFP4, ROWS, Keys, Work, padded_heads
 from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
@@ -172,13 +172,12 @@ def ragged_logits(gpu: Gpu, of: RaggedKeys, part: Part, compact_width: int | Non
     if queries == 0 or (keys == 0 if compact_width is None else compact_width == 0):
         return ()
     params = structs.LOGITS(
-        **NO_CANDIDATES, table=NO_TABLE, q8=q8.ptr + first * q8.strides[0], keys=k8.ptr, scales=ks.ptr,
-        w=w.ptr + 4 * first * w.strides[0], out=part.out, starts=starts.ptr + 4 * first * starts.strides[0],
-        ends=ends.ptr + 4 * first * ends.strides[0], schedule=0, q_request=0, q_query=q8.strides[0],
-        q_head=q8.strides[1], w_stride=w.strides[0], out_stride=part.stride, key_stride=k8.strides[0], lens_stride=0,
-        schedule_stride=0, requests=1, queries=queries, heads=heads, width=keys, num_blocks=0, clean=int(part.clean),
-        compact_width=0 if compact_width is None else compact_width, all_chosen=part.all_chosen,
-        e5m2_queries=int(_is_e5m2(q8)),
+        **NO_CANDIDATES, table=NO_TABLE, q8=pointer(q8, first), keys=k8.ptr, scales=ks.ptr, w=pointer(w, first),
+        out=part.out, starts=pointer(starts, first), ends=pointer(ends, first), schedule=0, q_request=0,
+        q_query=q8.strides[0], q_head=q8.strides[1], w_stride=w.strides[0], out_stride=part.stride,
+        key_stride=k8.strides[0], lens_stride=0, schedule_stride=0, requests=1, queries=queries, heads=heads,
+        width=keys, num_blocks=0, clean=int(part.clean), compact_width=0 if compact_width is None else compact_width,
+        all_chosen=part.all_chosen, e5m2_queries=int(_is_e5m2(q8)),
     )  # fmt: skip
     work = Work(heads, E5M2_ROWS if _is_e5m2(k8) else ROWS, 1, queries, keys, compact_width is not None)
     return [_launch(gpu, work, True, q8, params)]
@@ -195,16 +194,15 @@ def paged_logits(gpu: Gpu, of: PagedKeys, part: Part, width: int) -> Program:
     num_blocks, block_size, _ = kv_cache.shape
     if requests == 0 or n == 0 or width == 0:
         return ()
-    aligned, keys = _aligned(kv_cache), _keys(kv_cache)
+    aligned, keys = blocks_aligned(kv_cache, 16), _keys(kv_cache)
     fp8 = not (keys.e5m2 or _is_e5m2(q8))
     if not (fp8 and _by_sm90(gpu, aligned, True) and logits_sm90.scheduled(heads, n, block_size)):
         schedule = None
     params = structs.LOGITS(
-        **NO_CANDIDATES, table=block_table(table, block_size, first, requests),
-        q8=q8.ptr + first * q8.strides[0], keys=kv_cache.ptr, scales=0, w=w.ptr + 4 * first * n * w.strides[0],
-        out=part.out, starts=0, ends=lens.ptr + 4 * first * lens.strides[0], schedule=pointer(schedule),
-        q_request=q8.strides[0], q_query=q8.strides[1], q_head=q8.strides[2], w_stride=w.strides[0],
-        out_stride=part.stride, key_stride=kv_cache.strides[0], lens_stride=lens_stride(lens),
+        **NO_CANDIDATES, table=block_table(table, block_size, first, requests), q8=pointer(q8, first),
+        keys=kv_cache.ptr, scales=0, w=pointer(w, first * n), out=part.out, starts=0, ends=pointer(lens, first),
+        schedule=pointer(schedule), q_request=q8.strides[0], q_query=q8.strides[1], q_head=q8.strides[2],
+        w_stride=w.strides[0], out_stride=part.stride, key_stride=kv_cache.strides[0], lens_stride=lens_stride(lens),
         schedule_stride=0 if schedule is None else schedule.strides[0], requests=requests, queries=n, heads=heads,
         width=width, num_blocks=num_blocks, clean=int(part.clean), compact_width=0,
         all_chosen=part.all_chosen if schedule is None else 0, e5m2_queries=int(_is_e5m2(q8)),
@@ -228,22 +226,15 @@ def logits_of_candidates(gpu: Gpu, of: CandidateKeys, part: Part) -> Program:
     if tokens == 0 or width == 0:
         return ()
     params = structs.LOGITS(
-        table=block_table(table, block_size), q8=q8.ptr + first * q8.strides[0], keys=kv_cache.ptr, scales=0,
-        w=w.ptr + 4 * first * w.strides[0], out=part.out, starts=0, ends=lens.ptr + 4 * first * lens.strides[0],
-        schedule=0, q_request=q8.strides[0], q_query=0, q_head=q8.strides[1], w_stride=w.strides[0],
-        out_stride=part.stride, key_stride=kv_cache.strides[0], lens_stride=0, schedule_stride=0, requests=tokens,
-        queries=1, heads=heads, width=width, num_blocks=num_blocks, clean=int(part.clean), compact_width=0,
-        all_chosen=0, candidates=candidates.ptr + 4 * first * candidates.strides[0],
-        req_id=req_id.ptr + 4 * first * req_id.strides[0], candidates_stride=candidates.strides[0],
-        e5m2_queries=int(_is_e5m2(q8)),
+        table=block_table(table, block_size), q8=pointer(q8, first), keys=kv_cache.ptr, scales=0, w=pointer(w, first),
+        out=part.out, starts=0, ends=pointer(lens, first), schedule=0, q_request=q8.strides[0], q_query=0,
+        q_head=q8.strides[1], w_stride=w.strides[0], out_stride=part.stride, key_stride=kv_cache.strides[0],
+        lens_stride=0, schedule_stride=0, requests=tokens, queries=1, heads=heads, width=width, num_blocks=num_blocks,
+        clean=int(part.clean), compact_width=0, all_chosen=0, candidates=pointer(candidates, first),
+        req_id=pointer(req_id, first), candidates_stride=candidates.strides[0], e5m2_queries=int(_is_e5m2(q8)),
     )  # fmt: skip
     work = Work(heads, _keys(kv_cache)._replace(candidates=True), tokens, 1, width)
-    return [_launch(gpu, work, _aligned(kv_cache), q8, params)]
-
-
-def _aligned(kv_cache: Array) -> bool:
-    """Whether every block of a paged cache of keys starts at a multiple of 16 bytes."""
-    return kv_cache.ptr % 16 == 0 and (kv_cache.shape[0] <= 1 or kv_cache.strides[0] % 16 == 0)
+    return [_launch(gpu, work, blocks_aligned(kv_cache, 16), q8, params)]
 
 
 def _is_e5m2(array: Array) -> bool:

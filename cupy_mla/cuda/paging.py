@@ -7,7 +7,6 @@ from functools import lru_cache
 from ..arrays import Array
 from ..dtypes import INT64
 from . import structs
-from .program import Buffer
 from .structs import Packed
 
 
@@ -33,8 +32,8 @@ def block_table(
     """
     num_requests, width = table.shape
     return structs.BLOCK_TABLE(
-        blocks=table.ptr + 4 * first * table.strides[0] if count is not None else table.ptr, stride=table.strides[0],
-        num_requests=num_requests if count is None else count, width=width, block_size=divisor(int(block_size)),
+        blocks=pointer(table, first), stride=table.strides[0], num_requests=num_requests if count is None else count,
+        width=width, block_size=divisor(int(block_size)),
         block_stride=block_size if block_stride is None else block_stride,
     )  # fmt: skip
 
@@ -67,9 +66,11 @@ def lens_stride(context_lens: Array) -> int:
     return context_lens.strides[0] if len(context_lens.shape) == 2 else 0
 
 
-def pointer(array: Array | Buffer | None) -> object:
-    """The address of an array or of scratch memory; 0 for None."""
-    return 0 if array is None else array.ptr
+def pointer(array: Array | None, first: int = 0) -> object:
+    """The address of an array, or of entry `first` of its first axis; 0 for None."""
+    if array is None:
+        return 0
+    return array.ptr + first * array.strides[0] * array.dtype.itemsize if first else array.ptr
 
 
 @lru_cache(maxsize=64)

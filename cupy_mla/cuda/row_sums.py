@@ -15,7 +15,7 @@ from ..arrays import Array
 from ..dtypes import BFLOAT16, FLOAT32
 from ..dtypes import INT32 as INTEGERS
 from .kernel import Kernel
-from .paging import ceil_div
+from .paging import ceil_div, pointer
 from .program import Buffer, Launch
 from .structs import INT32, INT64, POINTER, Struct
 
@@ -164,14 +164,14 @@ class RowSums:
         of, (rows, counts, starts) = self._of, self.sorted
         if of.indices is None:
             params = RANGES(
-                first=from_token(of.starts, first), end=from_token(of.ends, first),
-                counted=from_token(of.counted, first), rows=rows.ptr, places=self.places.ptr, counts=counts.ptr,
+                first=pointer(of.starts, first), end=pointer(of.ends, first),
+                counted=pointer(of.counted, first), rows=rows.ptr, places=self.places.ptr, counts=counts.ptr,
                 starts=starts.ptr, s_kv=of.rows, ranges=self.ranges,
             )  # fmt: skip
             return Launch(ranges_kernel(of.range_rows), (tokens, 1, 1), params)
         params = LISTS(
-            indices=from_token(of.indices, first), lengths=from_token(of.length, first),
-            counted=from_token(of.counted, first), rows=rows.ptr, spare=self._spare.ptr,
+            indices=pointer(of.indices, first), lengths=pointer(of.length, first),
+            counted=pointer(of.counted, first), rows=rows.ptr, spare=self._spare.ptr,
             places=self.places.ptr if of.places else 0, spare_places=self._spare_places.ptr if of.places else 0,
             counts=counts.ptr, starts=starts.ptr, index_stride=of.indices.strides[0], topk=of.topk, s_kv=of.rows,
             passes=max(1, ceil_div(max(of.rows - 1, 0).bit_length(), DIGIT_BITS)), ranges=self.ranges,
@@ -197,8 +197,3 @@ class RowSums:
             aligned=int(gradient.aligned(2 * gradient.dtype.itemsize)),
         )  # fmt: skip
         return [Launch(rows_kernel(gradient.shape[-1], of.range_rows), (self.ranges, 1, 1), params)]
-
-
-def from_token(array: Array | None, first: int) -> object:
-    """The address of entry `first` of the first axis; 0 for None."""
-    return 0 if array is None else array.ptr + array.dtype.itemsize * first * array.strides[0]

@@ -260,8 +260,8 @@ def select_rows(
         first = chunk.part.first
         if keys > chunk.part.all_chosen:
             program += ragged_logits(gpu, of, chunk.part)
-        bounds = Bounds(_item(of.starts, first), _item(of.ends, first))
-        requests = 0 if req_id is None else _item(req_id, first)
+        bounds = Bounds(pointer(of.starts, first), pointer(of.ends, first))
+        requests = pointer(req_id, first)
         program += _select(gpu, chunk, chosen, bounds, slots, requests)
     return program
 
@@ -278,7 +278,7 @@ def select_rows_paged(gpu: Gpu, of: PagedKeys, chosen: Selection, max_context_le
             of = of._replace(schedule=None)  # it is one of all requests
         if max_context_len > chunk.part.all_chosen:
             program += paged_logits(gpu, of, chunk.part, max_context_len)
-        bounds = Bounds(0, _item(of.lens, first), lens_stride(of.lens), n)
+        bounds = Bounds(0, pointer(of.lens, first), lens_stride(of.lens), n)
         to = block_table(of.table, of.cache.shape[1], first, size) if slots else NO_TABLE
         program += _select(gpu, chunk, chosen, bounds, to)
     return program
@@ -293,7 +293,7 @@ def select_candidate_rows(gpu: Gpu, of: CandidateKeys, chosen: Selection) -> Pro
         first = chunk.part.first
         if width > chunk.part.all_chosen:
             program += logits_of_candidates(gpu, of, chunk.part)
-        bounds = Bounds(0, _item(of.lens, first), in_blocks=True)
+        bounds = Bounds(0, pointer(of.lens, first), in_blocks=True)
         to_positions = block_table(of.candidates, CANDIDATE_BLOCK, first, chunk.part.size)
         program += _select(gpu, chunk, chosen, bounds, to_positions)
     return program
@@ -331,13 +331,11 @@ def _chunks(chosen: Selection, items: int, queries: int, width: int) -> Iterator
         yield Chunk(part, Logits(workspace.ptr, stride, size * queries, width, False, True), scratch)
 
 
-def _select(
-    gpu: Gpu, chunk: Chunk, chosen: Selection, bounds: Bounds, table: Packed, requests: Pointer | int = 0
-) -> Program:
+def _select(gpu: Gpu, chunk: Chunk, chosen: Selection, bounds: Bounds, table: Packed, requests: object = 0) -> Program:
     """The launches that select a chunk's rows, and its blocks where `chosen` asks for them."""
     logits, out = chunk.logits, chosen.out
     first = chunk.part.first * (logits.rows // chunk.part.size)
-    program = [*select_topk(gpu, logits, bounds, chosen.k, _item(out, first), out.strides[0], table, requests)]
+    program = [*select_topk(gpu, logits, bounds, chosen.k, pointer(out, first), out.strides[0], table, requests)]
     if chosen.blocks is not None:
         program += select_blocks(gpu, logits, bounds, chunk.scratch, chosen.blocks, first)
     return program
@@ -365,7 +363,7 @@ def select_blocks(gpu: Gpu, logits: Logits, bounds: Bounds, scratch: BlockScores
     )  # fmt: skip
     return [
         Launch(block_scores.KERNEL, (rows * block_scores.ctas_of_row(blocks), 1, 1), params),
-        *select_topk(gpu, of_blocks, Bounds(0, scratch.counts.ptr), out.shape[1], _item(out, first), out.strides[0]),
+        *select_topk(gpu, of_blocks, Bounds(0, scratch.counts.ptr), out.shape[1], pointer(out, first), out.strides[0]),
     ]
 
 
@@ -374,10 +372,10 @@ def select_topk(
     logits: Logits,
     bounds: Bounds,
     k: int,
-    out: Pointer | int,
+    out: object,
     out_stride: int,
     table: Packed = NO_TABLE,
-    requests: Pointer | int = 0,
+    requests: object = 0,
 ) -> Program:
     """The launch that selects the k largest logits of each row. It writes columns; with a block table, slots."""
     rows, width = logits.rows, logits.width
@@ -402,8 +400,3 @@ def all_chosen(k: int, blocks: Array | None) -> int:
 def _padded(width: int) -> int:
     """The stride, in items, of float32 rows that allow loads of four."""
     return ceil_div(max(width, 1), 4) * 4
-
-
-def _item(array: Array, first: int) -> Pointer | int:
-    """The address of entry `first` of an int32 array."""
-    return array.ptr + 4 * first * array.strides[0]

@@ -19,7 +19,7 @@ from .driver import Gpu
 from .kernel import Kernel
 from .paging import ceil_div, fitting, pointer
 from .program import Buffer, Clear, Launch, Program, Step
-from .row_sums import Lists, RowSums, from_token, lists_kernel, ranges_kernel, rows_kernel
+from .row_sums import Lists, RowSums, lists_kernel, ranges_kernel, rows_kernel
 from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
 
 HEAD_SCORES = Struct(
@@ -207,7 +207,7 @@ class _Scored:
         """The launch that rounds the queries of a chunk; none if they are not rounded."""
         q = self._a.q_index
         source = {
-            "source": from_token(q, first), "outer": q.strides[0], "inner": q.strides[1], "of_outer": self._heads,
+            "source": pointer(q, first), "outer": q.strides[0], "inner": q.strides[1], "of_outer": self._heads,
             "aligned": int(q.aligned(16)),
         }  # fmt: skip
         return self._round("queries", count * self._heads, QUERY_FLOOR, source)
@@ -226,7 +226,7 @@ class _Scored:
         q, k = self._a.q_index, self._a.k_index
         if self._a.scale_format is None:
             return {
-                "q": from_token(q, first), "k": k.ptr, "q_scales": 0, "k_scales": 0, "q_token": q.strides[0],
+                "q": pointer(q, first), "k": k.ptr, "q_scales": 0, "k_scales": 0, "q_token": q.strides[0],
                 "q_head": q.strides[1], "k_row": k.strides[0], "aligned": int(q.aligned(16) and k.aligned(16)),
             }  # fmt: skip
         return {
@@ -239,9 +239,9 @@ def _params(a: IndexerLoss, sums: RowSums, first: int, padded: int, memory: Mapp
     """`struct IndexerLossParams` for a chunk's divergences and gradients."""
     dq, dw = a.dq_index, a.dw
     return LOSS(
-        w=from_token(a.w, first), target=from_token(a.target, first), rows=sums.sorted.rows.ptr,
+        w=pointer(a.w, first), target=pointer(a.target, first), rows=sums.sorted.rows.ptr,
         places=sums.places.ptr, counts=sums.sorted.counts.ptr,
-        contributions=sums.contributions.ptr if a.gradients else 0, dq=from_token(dq, first), dw=from_token(dw, first),
+        contributions=sums.contributions.ptr if a.gradients else 0, dq=pointer(dq, first), dw=pointer(dw, first),
         w_token=a.w.strides[0], target_token=a.target.strides[0], dq_token=dq.strides[0] if a.gradients else 0,
         dq_head=dq.strides[1] if a.gradients else 0, dw_token=dw.strides[0] if a.gradients else 0,
         heads=a.q_index.shape[1], topk=a.target.shape[1], padded=padded, coeff=a.loss_coeff, relu=int(a.relu),

@@ -59,7 +59,7 @@ class Result(NamedTuple):
         dtype: the dtype, or its default.
         setting: a bool setting; the result is returned only if it is True. "": always.
         of: an optional array; if it is not given, None is returned in the place of the result. "": never.
-        unless: a bool setting, True by default; if it is False, None is returned in the place of the result. "": never.
+        only_if: a bool setting, True by default; if it is False, None is returned in its place. "": never.
         dtype_setting: a setting by which the dtype is another one (`DTYPES`), if there is one.
         half: an array; if it is float16, so is the result. "": there is none.
     """
@@ -69,13 +69,13 @@ class Result(NamedTuple):
     dtype: np.dtype
     setting: str = ""
     of: str = ""
-    unless: str = ""
+    only_if: str = ""
     dtype_setting: str = ""
     half: str = ""
 
     def is_there(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call with these arguments does not return None in its place."""
-        if self.unless and not arguments.get(self.unless, True):
+        if self.only_if and not arguments.get(self.only_if, True):
             return False
         return not self.of or arguments.get(self.of) is not None
 
@@ -192,12 +192,12 @@ def _width_of(paged: Any) -> int:
 LOSS_RESULTS = (
     Result("loss", lambda **_: (), FLOAT32),
     Result(
-        "dq_index", lambda q_index, **_: q_index.shape, BFLOAT16, unless="gradients", dtype_setting="gradient_dtype"
+        "dq_index", lambda q_index, **_: q_index.shape, BFLOAT16, only_if="gradients", dtype_setting="gradient_dtype"
     ),
     Result(
-        "dk_index", lambda k_index, **_: k_index.shape, BFLOAT16, unless="gradients", dtype_setting="gradient_dtype"
+        "dk_index", lambda k_index, **_: k_index.shape, BFLOAT16, only_if="gradients", dtype_setting="gradient_dtype"
     ),
-    Result("dw", lambda w, **_: w.shape, FLOAT32, unless="gradients"),
+    Result("dw", lambda w, **_: w.shape, FLOAT32, only_if="gradients"),
 )
 
 

@@ -16,17 +16,8 @@ from ..calls.operation import listing
 from ..checks.options import require_instance, require_integer
 from ..config import DenseMLAConfig, SparseMLAConfig
 from ..cuda import all_kernels, driver, indices, logits, logits_sm90, topk
-from ..cuda.attention.choose import choosing_all
-from ..cuda.attention.kernels import (
-    bf16_cluster_sm90,
-    combine,
-    dense_cluster_sm90,
-    dense_combine,
-    dense_fp8_sm90,
-    dense_sm90,
-    dense_whole_sm90,
-    fp8_sm90,
-)
+from ..cuda.attention.choose import DENSE_KERNELS, PORTABLE, choosing_all
+from ..cuda.attention.kernels import bf16_cluster_sm90, combine, dense_combine, fp8_sm90
 from ..cuda.driver import Gpu
 from ..cuda.kernel import Kernel
 from ..cuda.paging import ceil_div
@@ -46,7 +37,6 @@ MOST_QUERIES = 2048  # more query tokens have no other candidates than so many
 MOST_THREADS = 16  # that compile at a time
 MANY_ROWS = 1 << 20  # of a cache that is larger than L2: prefills over it may sort lists
 SELECTING = (logits.PORTABLE, logits.SM90, "topk")  # kernels of the indexer's selection
-DENSE = dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_fp8_sm90
 
 
 def warmup(
@@ -205,7 +195,8 @@ def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
     """The kernels of dense decode for Hopper. Requests and block table decide which of them serves a call. Where none
     does, the merge of the portable kernel's splits: a call has it or not."""
     constants = layout.defines().items()
-    of_rows = [kernel for module in DENSE for kernel in module.kernels() if constants <= kernel.defines.items()]
+    modules = [module for name, module in DENSE_KERNELS.items() if name not in PORTABLE]
+    of_rows = [kernel for module in modules for kernel in module.kernels() if constants <= kernel.defines.items()]
     ours = {"FP8_PARTIALS": int(layout.quantized), "HALF_ITEMS": int(layout.half)}.items()
     merges = [kernel for kernel in dense_combine.kernels() if ours <= kernel.defines.items()]
     return [kernel for kernel in (*of_rows, *merges) if kernel.suits(gpu.capability)] or [combine.kernel(layout.half)]

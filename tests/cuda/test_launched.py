@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla.cuda.attention.choose import NAMES, VARIABLE
+from cupy_mla.cuda.attention.choose import KERNELS, VARIABLE
 from cupy_mla.cuda.attention.kernels.fp8_sm90 import CLUSTERS, SEGMENTS
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.dtypes import BFLOAT16
@@ -55,7 +55,7 @@ def test_launches_one_by_one_and_in_a_graph(gpu, kind, launched):
     assert "fp8_sm90" in launched
 
 
-@pytest.mark.parametrize("asked", NAMES)
+@pytest.mark.parametrize("asked", KERNELS)
 def test_a_kernel_that_is_asked_for_runs(kind, launched, monkeypatch, asked):
     monkeypatch.setenv(VARIABLE, asked)
     if asked == "fp8_sm90":

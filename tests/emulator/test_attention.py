@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.attention.choose import NAMES, VARIABLE
+from cupy_mla.cuda.attention.choose import KERNELS, VARIABLE
 
 from .. import oracle
 from ..cases import check_decode, check_unequal_prefill, off_zero, paged, queries, sinks
@@ -20,7 +20,7 @@ FORMATS = {
 SPLITS = {"bf16_cluster_sm90": (2, 3), "bf16_shares_sm90": (None, 3), "bf16_sm90": (None, 1)}
 BF16 = (oracle.BF16_576, oracle.BF16_512)
 # portable_99kb is portable, in another shape; fp8_short_sm90 has lists of its own (test_fp8_short_sm90.py).
-KERNELS = [name for name in NAMES if name not in ("portable_99kb", "fp8_short_sm90")]
+KERNELS = [name for name in KERNELS if name not in ("portable_99kb", "fp8_short_sm90")]
 DECODERS = [(name, fmt) for name in KERNELS if name != "bf16_grouped_sm90" for fmt in FORMATS.get(name, BF16)]
 
 

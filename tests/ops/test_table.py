@@ -29,7 +29,7 @@ def test_rows_are_of_public_functions() -> None:
 def test_parameters(operation: Operation) -> None:
     """A row names parameters that are there; arrays are annotated so, and nothing else is."""
     names = [*operation.written, *operation.optional]
-    names += [n for r in operation.results for n in (r.setting, r.of, r.unless, r.dtype_setting) if n]
+    names += [n for r in operation.results for n in (r.setting, r.of, r.only_if, r.dtype_setting) if n]
     assert set(names) <= set(operation.parameters)
     if operation.writer:
         assert list(operation.parameters) == list(Operation(operation.writer, operation.examples).parameters)

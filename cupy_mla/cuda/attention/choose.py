@@ -53,6 +53,7 @@ DENSE_KERNELS: dict[str, ModuleType] = {
     "dense_cluster_sm90": dense_cluster_sm90, "dense_whole_sm90": dense_whole_sm90, "dense_sm90": dense_sm90,
     "dense_fp8_sm90": dense_fp8_sm90, "portable": dense_portable, "portable_99kb": dense_portable_99kb,
 }  # fmt: skip
+PORTABLE = ("portable", "portable_99kb")
 EVERY_NAME = tuple(dict.fromkeys((*KERNELS, *DENSE_KERNELS)))
 
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)

@@ -19,7 +19,6 @@ from .problem import DenseProblem, Problem
 
 LARGEST = 2**31 - 1  # int32
 MARGIN = 1024  # more than the rows of a tile
-PORTABLE = ("portable", "portable_99kb")
 
 
 def dense_decode(gpu: Gpu, a: DenseDecode) -> Program:
@@ -66,7 +65,7 @@ def faster_than_lists(problem: DenseProblem) -> bool:
     lists = Problem(problem.gpu, problem.layout, False, problem.heads, queries, problem.rows, aligned=problem.aligned)
     dense, of_lists = choose_dense(problem), choose.choose(lists)
     if isinf(dense.us):
-        return of_lists.kernel in PORTABLE
+        return of_lists.kernel in choose.PORTABLE
     return dense.us < of_lists.us + times.lists_us(problem.gpu, queries)
 
 
