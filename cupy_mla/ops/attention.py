@@ -242,8 +242,6 @@ def planned_decode(
     plan: Plan,
     *,
     padded: bool = False,
-    layout: str | None = None,
-    extra_layout: str | None = None,
     **others: Any,
 ) -> tuple[A, A]:
     """`sparse_decode` for the layers of one kind in a step, called by the backends. Calls with the same plan divide
@@ -251,11 +249,11 @@ def planned_decode(
 
     Args:
         padded: as for `decode`.
-        layout, extra_layout: as for `sparse_decode`.
-        others: arrays and `k_scale` under their names in `Given`.
+        others: `layout` and `extra_layout`, as for `sparse_decode`, and arrays and `k_scale` under their names in
+            `Given`.
     """
     scale = require_scale("sm_scale", sm_scale)
-    door = Door(layout=layout, extra_layout=extra_layout)
+    door = Door(layout=others.pop("layout", None), extra_layout=others.pop("extra_layout", None))
     return decode(Given(q, k_cache, indices, **others), scale, num_splits, plan=plan, padded=padded, door=door)
 
 
