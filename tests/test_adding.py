@@ -109,7 +109,7 @@ MADE_UP = (
     Edit("cupy_mla/layouts.py", '"made_up", ', after="CacheLayout = Literal["),
     Edit("cupy_mla/layouts.py", '"made_up", ', after="WritableLayout = Literal["),
     Edit("kernels_cu/rows/made_up.cuh", (TEMPLATES / "made_up.cuh").read_text()),
-    Edit("cupy_mla/ops/examples.py", "    Format(layouts.MADE_UP),\n", after="FORMATS = (\n"),
+    Edit("cupy_mla/ops/examples.py", "    Format(layouts.MADE_UP),\n", after="    Format(layouts.FP16_512),\n"),
 )
 
 

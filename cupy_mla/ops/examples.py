@@ -85,6 +85,7 @@ class Format(NamedTuple):
     two_caches: bool = False
 
 
+# New rows go to the end: the calls of the first row are an operation's first, and give every array.
 FORMATS = (
     Format(layouts.PLAIN_FP8_576, two_caches=True),
     Format(layouts.V4_FP8, two_caches=True),
