@@ -206,7 +206,6 @@ def chosen_settings(parts: list[str], gpus: int, without: Sequence[str] = ()) ->
 
 def layers_of(setting: Setting, gpus: int) -> list[Any]:
     """What the plug-in is told of an engine's layers: a config of each kind."""
-    from cupy_mla.config import RATIOS
     from cupy_mla.integrations.vllm import warm
     from cupy_mla.typing import ModelKind
 
@@ -222,7 +221,7 @@ def layers_of(setting: Setting, gpus: int) -> list[Any]:
     heads, fp8 = setting.heads // gpus * min(setting.sharing, gpus), "fp8" in setting.cache
     if setting.of_v4:
         kind: ModelKind = "v4" if setting.family == "V4" else "v41"
-        return [warm.v4_layers_of(engine, heads, ratio, kind) for ratio in RATIOS[kind]]
+        return warm.v4_layers_of(engine, heads, kind)
     if setting.family == "V3":
         return [warm.dense_layers_of(engine, heads, fp8)]
     return [warm.layers_of(engine, heads, setting.topk, "v32_fp8" if fp8 else "bf16", rope=True)]
@@ -233,8 +232,7 @@ def make_kernels(layers: list[Any]) -> None:
     from cupy_mla.selfcheck.warmup import kernels_of, load_all
 
     began = time.perf_counter()
-    kernels = itertools.chain.from_iterable(kernels_of(config, 0) for config in layers)
-    number = load_all(kernels, 0, os.cpu_count() or 1)
+    number = load_all(kernels_of(layers, 0), 0, os.cpu_count() or 1)
     print(f"{number} kernels of {len(layers)} kinds of layers in {time.perf_counter() - began:.0f} s", flush=True)
 
 

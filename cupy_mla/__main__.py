@@ -111,7 +111,7 @@ def run_warmup(options: argparse.Namespace) -> int:
     if missing:
         print(missing, file=sys.stderr)
         return report.WRONG
-    kernels = {kernel for config in wanted for kernel in warmup(config, device, progress=show_progress)}
+    kernels = warmup(wanted, device, progress=show_progress)
     print(f"{len(kernels)} kernels are compiled")
     return report.ALL_WELL
 

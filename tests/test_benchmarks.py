@@ -521,7 +521,7 @@ def test_layers_that_are_warmed_up(harness, module, monkeypatch):
     assert used == ["use", "context"]
     for config in small:
         warmup.warmup(config)
-    assert found["kernels"] == len(gpu.kernels)
+    assert found["kernels"] == len(gpu.kernels) > found["sources"] > 0
     assert found["seconds"] > 0
     forget_calls()
 
@@ -541,7 +541,7 @@ def test_warm_up_with_and_without_a_disk_cache(harness, module, monkeypatch, tmp
         if wrong == "compiles again" and there:
             (folder / "c").touch()
         kernels = 1 if wrong == "other kernels" and there else 2
-        answer = {"kernels": kernels, "seconds": 1.5 if there else 9.25}
+        answer = {"kernels": kernels, "sources": 2, "seconds": 1.5 if there else 9.25}
         return SimpleNamespace(stdout=f"a line\n{json.dumps(answer)}\n")
 
     monkeypatch.setattr(program, "subprocess", SimpleNamespace(run=run, PIPE=None))
@@ -1265,7 +1265,7 @@ def test_kernels_of_all_layers_are_compiled_once(module, monkeypatch, capsys):
 
     both, first, second = Kernel(), Kernel(), Kernel()
     of = {"a": [both, first, both], "b": [second, both]}
-    monkeypatch.setattr(warmup, "kernels_of", lambda config, device: iter(of[config]))
+    monkeypatch.setattr(warmup, "kernels_of", lambda configs, device: (k for config in configs for k in of[config]))
     module("vllm_engine").make_kernels(["a", "b"])
     assert both.loads == first.loads == second.loads == [0]
     assert "3 kernels of 2 kinds of layers" in capsys.readouterr().out

@@ -1,10 +1,11 @@
-"""Warm-up for engines: compiles the kernels before the first request, once per kind of layer, process and GPU. Warns of
+"""Warm-up for engines: compiles the kernels before the first request, once per model, process and GPU. Warns of
 GPUs for which the engine has better ones."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -14,29 +15,27 @@ from ..warmup import warmup
 
 SECONDS = 3.0  # least time between two lines of the log
 
-_ready: set[tuple[SparseMLAConfig | DenseMLAConfig, int]] = set()
+Layers = SparseMLAConfig | DenseMLAConfig
+
+_ready: set[tuple[tuple[Layers, ...], int]] = set()
 
 
-def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device, logger: logging.Logger) -> None:
-    """Compile and load the kernels of such layers, unless this process has done so. On the CPU nothing is done.
+def up(kinds: Sequence[Layers], device: torch.device, logger: logging.Logger) -> None:
+    """Compile and load the kernels of a model's layers, unless this process has done so. On the CPU nothing is done.
 
     Args:
-        layers: the kind of layers.
+        kinds: the kinds of layers.
         device: the device on which they run.
         logger: the engine's logger, for progress: a line at the start, one every few seconds, and one at the end.
     """
     if device.type != "cuda":
         return
     number = torch.cuda.current_device() if device.index is None else device.index
-    if (layers, number) in _ready:
+    if (tuple(kinds), number) in _ready:
         return
-    _ready.add((layers, number))
+    _ready.add((tuple(kinds), number))
     _warn_of_portable_kernels(number, logger)
-    what = f"{layers.num_heads} heads over {layers.cache_layout} rows"
-    if isinstance(layers, SparseMLAConfig):
-        what += f", topk {layers.topk}"
-        if layers.has_compressed_rows:
-            what += f", compressed {layers.compress_ratio}:1"
+    what = "; ".join(map(_described, kinds))
     logger.info("cupy_mla makes the kernels of %s ready: some 20 s on 16 cores where they are not compiled yet", what)
     start = told = time.perf_counter()
 
@@ -46,8 +45,17 @@ def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device, logger: l
             told = time.perf_counter()
             logger.info("cupy_mla: %d of %d kernels are ready", ready, known)
 
-    kernels = warmup(layers, number, progress=progress)
+    kernels = warmup(kinds, number, progress=progress)
     logger.info("cupy_mla: %d kernels are ready after %.1f s", len(kernels), time.perf_counter() - start)
+
+
+def _described(layers: Layers) -> str:
+    what = f"{layers.num_heads} heads over {layers.cache_layout} rows"
+    if isinstance(layers, SparseMLAConfig):
+        what += f", topk {layers.topk}"
+        if layers.has_compressed_rows:
+            what += f", compressed {layers.compress_ratio}:1"
+    return what
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from types import ModuleType
@@ -38,9 +38,11 @@ MOST_THREADS = 16  # that compile at a time
 MANY_ROWS = 1 << 20  # of a cache that is larger than L2: prefills over it may sort lists
 SELECTING = (logits.PORTABLE, logits.SM90, "topk")  # kernels of the indexer's selection
 
+Config = SparseMLAConfig | DenseMLAConfig
+
 
 def warmup(
-    config: SparseMLAConfig | DenseMLAConfig, device: int = 0, *, progress: Callable[[int, int], None] | None = None
+    config: Config | Sequence[Config], device: int = 0, *, progress: Callable[[int, int], None] | None = None
 ) -> list[Kernel]:
     """Compile (or take from CuPy's disk cache) and load the kernels that layers of a config need, on one GPU.
 
@@ -49,7 +51,8 @@ def warmup(
     `batch_invariant`, which no backend calls, may need other kernels.
 
     Args:
-        config: the layers and the engine's maxima.
+        config: the layers and the engine's maxima; for a model with layers of several kinds, a config of each. One call
+            with all takes less time than one for each.
         device: the GPU.
         progress: called whenever a kernel is ready, with the number of kernels that are ready, and of those that are
             known to be needed.
@@ -65,11 +68,13 @@ def warmup(
         >>> config = cupy_mla.SparseMLAConfig(128, cache_layout="v32_fp8")
         >>> cupy_mla.warmup.warmup(config, progress=lambda ready, known: print(ready, "of", known))  # doctest: +SKIP
     """
-    if not isinstance(config, DenseMLAConfig):
-        require_instance("config", config, SparseMLAConfig)
+    configs: list[Any] = [*config] if isinstance(config, (list, tuple)) else [config]
+    for one in configs:
+        if not isinstance(one, DenseMLAConfig):
+            require_instance("config", one, SparseMLAConfig)
     device = require_integer("device", device, 0)
     require_cupy("warmup")
-    load_all(kernels_of(config, device), device, min(MOST_THREADS, os.cpu_count() or 1), progress)
+    load_all(kernels_of(configs, device), device, min(MOST_THREADS, os.cpu_count() or 1), progress)
     return [kernel for kernel in all_kernels() if kernel.loaded(device)]
 
 
@@ -95,36 +100,50 @@ def load_all(
     return len(loads)
 
 
-def kernels_of(config: SparseMLAConfig | DenseMLAConfig, device: int) -> Iterator[Kernel]:
-    """Every kernel that layers of a config may launch on a GPU; some occur more than once.
+def kernels_of(configs: Sequence[Config], device: int) -> Iterator[Kernel]:
+    """Every kernel that layers of some configs may launch on a GPU; some occur more than once.
 
     Example calls find them, but no call is made:
 
-    - one call of each operation for such layers;
     - of attention, which chooses a kernel by sizes, calls with powers of two of query tokens up to the config's maxima,
       with and without lengths of lists, and dense decodes. Every kernel that is a candidate for one of them is needed:
       between these sizes the fastest changes often.
+    - for layers of a `SparseMLAConfig`, one call of each other operation.
 
     Layers with an indexer get every kernel with which their steps may choose, and layers with large batches those that
-    convert the lists of many tokens. Layers of a `DenseMLAConfig` need only those of `dense_decode`.
+    convert the lists of many tokens.
 
-    The first kernels are those that tell how many clusters fit the GPU. The choice of others loads them.
+    The first kernels are those that tell how many clusters fit the GPU. The choice of others loads them. Those that
+    take longest to compile, of attention, come next.
     """
     cupy, gpu = require_cupy("warmup"), driver.gpu(device)
     memory = cupy.cuda.MemoryPool()  # ends with this call, and goes back to the driver
-    yield from (kernel for kernel in _cluster_kernels(config) if kernel.suits(gpu.capability))
+    sparse = [config for config in configs if isinstance(config, SparseMLAConfig)]
+    for config in configs:
+        yield from (kernel for kernel in _cluster_kernels(config) if kernel.suits(gpu.capability))
     with cupy.cuda.Device(device), cupy.cuda.using_allocator(memory.malloc):
-        for call in _calls(cupy, config):
-            with listing() as found, choosing_all():
-                call()
-            yield from (kernel for kernel in found if _in_steps(config, kernel))
-        yield from dense_kernels(gpu, config.layout)
-        if isinstance(config, SparseMLAConfig):
+        for config in sparse:
+            yield from _listed(_attention(cupy, config))
+        for config in configs:
+            yield from _listed(_dense(cupy, config))
+            yield from dense_kernels(gpu, config.layout)
+        for kernel in _listed(_others(cupy, sparse)):
+            if any(_in_steps(config, kernel) for config in sparse):
+                yield kernel
+        for config in sparse:
             yield from indexer_kernels(gpu, config)
             yield from conversion_kernels(gpu, config)
 
 
-def _cluster_kernels(config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Kernel]:
+def _listed(calls: Iterator[Callable[[], Any]]) -> Iterator[Kernel]:
+    """The kernels of all candidates for calls, none of which is made."""
+    for call in calls:
+        with listing() as found, choosing_all():
+            call()
+        yield from found
+
+
+def _cluster_kernels(config: Config) -> Iterator[Kernel]:
     """The kernels that `Gpu.clusters_at_once` is asked about."""
     yield fp8_sm90.cluster_kernel() if config.layout.quantized else bf16_cluster_sm90.cluster_kernel()
     if isinstance(config, SparseMLAConfig):
@@ -139,17 +158,13 @@ def _put(cupy: ModuleType, array: np.ndarray) -> Any:
     return Place.of(whole).carve(whole, 0, array.shape, E5M2)
 
 
-def _calls(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Callable[[], Any]]:
-    """The calls of `kernels_of`. Those whose kernels take longest to compile come first."""
-    if isinstance(config, SparseMLAConfig):
-        yield from _attention(cupy, config)
-    yield from _dense(cupy, config)
-    if isinstance(config, SparseMLAConfig):
-        wanted = Wanted((config.layout, config.layout_of_compressed))
-        put = partial(_put, cupy)
+def _others(cupy: ModuleType, configs: Sequence[SparseMLAConfig]) -> Iterator[Callable[[], Any]]:
+    """Calls of all operations but attention. Configs with the same layouts have the same calls."""
+    put = partial(_put, cupy)
+    for layouts in dict.fromkeys((config.layout, config.layout_of_compressed) for config in configs):
         for operation in TABLE:
             if not operation.training and operation.function not in (sparse_decode, sparse_prefill, dense_decode):
-                for call in operation.calls(np.random.default_rng(0), wanted):
+                for call in operation.calls(np.random.default_rng(0), Wanted(layouts)):
                     yield partial(operation.writer or operation.function, **operation.arguments(call, put))
 
 
@@ -182,13 +197,13 @@ def conversion_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
     return kernels if staged else []
 
 
-def _in_steps(config: SparseMLAConfig | DenseMLAConfig, kernel: Kernel) -> bool:
+def _in_steps(config: SparseMLAConfig, kernel: Kernel) -> bool:
     """Whether steps of a config's layers may run a kernel. Of the kernels that select keys, only V4.1's layers run
     those for keys of MXFP4 and candidates, and no layers those for bfloat16 logits."""
     if kernel.name not in SELECTING:
         return True
     of_v41 = kernel.defines.get("E5M2_KEYS") or kernel.defines.get("CANDIDATES")
-    return not kernel.defines.get("BF16") and (not of_v41 or getattr(config, "model", "") == "v41")
+    return not kernel.defines.get("BF16") and (not of_v41 or config.model == "v41")
 
 
 def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
@@ -258,7 +273,7 @@ def _lengths(config: SparseMLAConfig, lengths: Any) -> list[Any]:
     return [lengths] if config.is_v4 else [None, lengths]
 
 
-def _dense(cupy: ModuleType, config: SparseMLAConfig | DenseMLAConfig) -> Iterator[Callable[[], Any]]:
+def _dense(cupy: ModuleType, config: Config) -> Iterator[Callable[[], Any]]:
     """Calls of dense decode, with block tables for the longest sequences and requests without a row."""
     layout = config.layout
     width = ceil_div(config.max_model_len, config.block_size)

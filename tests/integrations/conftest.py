@@ -40,12 +40,12 @@ def a_gpu_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
     """What `cupy_mla.warmup` is called with by an engine's plug-in, in place of the call, in a process where nothing is
-    ready: configs and numbers of GPUs."""
+    ready: lists of configs and numbers of GPUs."""
     warm = importlib.import_module("cupy_mla.integrations.warm")
     calls: list[tuple[Any, int]] = []
     monkeypatch.setattr(warm, "_ready", set())
     warm._warn_of_portable_kernels.cache_clear()
-    monkeypatch.setattr(warm, "warmup", lambda config, device, progress: calls.append((config, device)) or [])
+    monkeypatch.setattr(warm, "warmup", lambda kinds, device, progress: calls.append((kinds, device)) or [])
     return calls
 
 

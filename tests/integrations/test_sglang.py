@@ -143,7 +143,7 @@ def test_backends_are_warmed_up(sglang, asked, caplog, rope: int, width: int, d_
             for _ in range(2):
                 made(rope, width, *impls, device=f"cuda:{number}")
     assert [device for _, device in asked] == [0, 1, 2]
-    (config,) = {config for config, _ in asked}
+    (config,) = {config for (config,), _ in asked}
     assert isinstance(config, SparseMLAConfig)
     assert (config.num_heads, config.topk, config.block_size) == (64, 2048, 64)
     assert (config.d_qk, config.cache_layout, config.max_model_len, config.is_v4) == (d_qk, layout, 9000, False)

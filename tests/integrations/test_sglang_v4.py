@@ -142,15 +142,16 @@ def test_a_backend_without_flash_mla(sglang, asked) -> None:
 
 @pytest.mark.parametrize(("heads", "ranks", "padded"), [(64, 1, 64), (64, 2, 64), (128, 4, 64), (128, 1, 128)])
 def test_backends_are_warmed_up(sglang, asked, heads: int, ranks: int, padded: int) -> None:
-    """Once for all of a kind, as those of several draft steps."""
+    """Once for all kinds of layers, and for several draft steps."""
     importlib.import_module("sglang.srt.runtime_context").parallel.attn_tp_size = ranks
     made("V4", device="cpu")
     assert asked == []
     for _ in range(2):
         made("V4", heads=heads, device="cuda:1")
-    assert [device for _, device in asked] == [1, 1, 1]
-    assert [config.compress_ratio for config, _ in asked] == [1, 4, 128]
-    for config, _ in asked:
+    ((kinds, device),) = asked
+    assert device == 1
+    assert [config.compress_ratio for config in kinds] == [1, 4, 128]
+    for config in kinds:
         assert (config.num_heads, config.topk, config.window, config.cache_layout) == (padded, 512, 128, "v4_fp8")
         assert (config.max_model_len, config.model) == (9000, "v4")
 
@@ -162,11 +163,12 @@ def test_v41_is_warmed_up(sglang, asked) -> None:
     made("V41", ratios=(1,), device="cuda:0")
     made("V4", ratios=(1,), device="cuda:0")
     made("V41", ratios=(128,), device="cuda:0")
-    found = [(c.model, c.compress_ratio, c.cache_layout, c.compressed_layout) for c, _ in asked]
+    found = [(c.model, c.compress_ratio, c.cache_layout, c.compressed_layout) for kinds, _ in asked for c in kinds]
     assert found == [
         ("v41", 0, "v41_fp8", None), ("v41", 2, "v41_fp8", "v41_fp4"), ("v41", 0, "v41_fp8_split", None),
-        ("v41", 1, "v41_fp8_split", "v41_fp4_split"), ("v41", 1, "v41_fp8_split", None), ("v41", 0, "v4_fp8", None),
-        ("v41", 1, "v4_fp8", None), ("v4", 1, "v41_fp8_split", None), ("v4", 128, "v41_fp8_split", None),
+        ("v41", 1, "v41_fp8_split", "v41_fp4_split"), ("v41", 0, "v41_fp8_split", None),
+        ("v41", 1, "v41_fp8_split", None), ("v41", 0, "v4_fp8", None), ("v41", 1, "v4_fp8", None),
+        ("v4", 1, "v41_fp8_split", None), ("v4", 128, "v41_fp8_split", None),
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Kernels are ready before vLLM's first request: once a process and kind of layers, all that a step needs."""
+"""Kernels are ready before vLLM's first request: once a process and model, all that a step needs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_once_for_all_layers(adapter, asked, caplog) -> None:
     with caplog.at_level(logging.INFO):
         for each in [layer(adapter, "auto") for _ in range(61)]:
             each.process_weights_after_loading(torch.bfloat16)
-    ((config, device),) = asked
+    (((config,), device),) = asked
     assert device == 0
     assert (config.num_heads, config.d_qk, config.topk, config.cache_layout) == (12, 576, TOPK, "bf16")
     assert (config.max_num_batched_tokens, config.max_model_len, config.num_speculative_tokens) == (40, 700, 0)
@@ -63,7 +63,7 @@ def test_once_for_all_layers(adapter, asked, caplog) -> None:
     loaded("vllm.config").current = engine(speculative_config=SimpleNamespace(num_speculative_tokens=2))
     layer(adapter, "fp8_ds_mla", rope=0).process_weights_after_loading(torch.bfloat16)
     layer(adapter, "fp8_ds_mla", rope=0).process_weights_after_loading(torch.bfloat16)
-    config = asked[-1][0]
+    ((config,), _) = asked[-1]
     assert len(asked) == 2
     assert (config.d_qk, config.cache_layout, config.num_speculative_tokens) == (512, "v32_fp8", 2)
     assert config.max_num_seqs * 3 >= 40
@@ -74,7 +74,7 @@ def test_ranks_attend_with_the_heads_of_all(adapter, asked, monkeypatch) -> None
     loaded("vllm.config").current = engine()
     monkeypatch.setattr(loaded("vllm.v1.attention.backend"), "ranks", 4)
     layer(adapter, "fp8_ds_mla", heads=16).process_weights_after_loading(torch.bfloat16)
-    assert asked[0][0].num_heads == 64
+    assert asked[0][0][0].num_heads == 64
 
 
 def test_the_cpu_has_no_kernels(adapter, asked) -> None:
@@ -97,14 +97,14 @@ def test_models_without_an_indexer(vllm, asked, caplog) -> None:
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             make(bf16, ["a", "b"], of, GPU)
-    assert asked == [(DenseMLAConfig(16, max_num_seqs=5, max_model_len=700), 0)]
+    assert asked == [([DenseMLAConfig(16, max_num_seqs=5, max_model_len=700)], 0)]
     told = [record.getMessage() for record in caplog.records]
     assert "16 heads over bf16 rows ready" in told[0]
     assert len(told) == 2
     of.speculative_config = SimpleNamespace(num_speculative_tokens=2)
     make(fp8, ["a"], of, GPU)
     make(fp8, ["a"], of, torch.device("cpu"))
-    (config, _) = asked[-1]
+    ((config,), _) = asked[-1]
     assert len(asked) == 2
     assert (config.cache_layout, config.num_speculative_tokens) == ("plain_fp8", 2)
 
@@ -127,12 +127,12 @@ def test_ranks_without_an_indexer_attend_with_the_heads_of_all(vllm, asked, monk
     monkeypatch.setattr(adapter.common.MLACommonMetadataBuilder, "dcp_world_size", 4)
     of = engine(model_config=model_of(16), parallel_config=None)
     adapter.CupyMLADenseBuilder(SimpleNamespace(dtype=torch.bfloat16), ["a"], of, GPU)
-    assert asked[0][0].num_heads == 64
+    assert asked[0][0][0].num_heads == 64
 
 
 @pytest.mark.parametrize(("heads", "written"), [(4, 8), (16, 16), (96, 128)])
 def test_deepseek_v4(vllm, asked, monkeypatch, heads: int, written: int) -> None:
-    """When the model makes its layers; once for those of a kind."""
+    """When the model makes its first layer, for those of all kinds."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     make = importlib.import_module(f"{plugin.__name__}.deepseek_v4").DeepseekV4ForCausalLM
     ratios = {"0": 1, "1": 4, "2": 128, "3": 4, "4": 128}
@@ -143,9 +143,10 @@ def test_deepseek_v4(vllm, asked, monkeypatch, heads: int, written: int) -> None
     )  # fmt: skip
     make(vllm_config=of)
     make(vllm_config=of)
-    assert [device for _, device in asked] == [1, 1, 1]
-    assert [config.compress_ratio for config, _ in asked] == [1, 4, 128]
-    for config, _ in asked:
+    ((kinds, device),) = asked
+    assert device == 1
+    assert [config.compress_ratio for config in kinds] == [1, 4, 128]
+    for config in kinds:
         assert (config.num_heads, config.topk, config.window, config.cache_layout) == (written, 512, 96, "v4_fp8")
         assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (5, 40, 700)
         assert config.num_speculative_tokens == 1
@@ -154,7 +155,7 @@ def test_deepseek_v4(vllm, asked, monkeypatch, heads: int, written: int) -> None
     make(vllm_config=of)
     of.device_config.device_type, of.attention_config.backend = "cuda", "FLASHINFER"
     make(vllm_config=of)
-    assert len(asked) == 3
+    assert len(asked) == 1
 
 
 def test_deepseek_v41(vllm, asked, monkeypatch) -> None:
@@ -171,10 +172,11 @@ def test_deepseek_v41(vllm, asked, monkeypatch) -> None:
         device_config=SimpleNamespace(device_type="cuda"), attention_config=SimpleNamespace(backend=None),
     )  # fmt: skip
     make(vllm_config=of)
-    assert [(config.model, config.compress_ratio, config.block_size) for config, _ in asked] == [
-        ("v41", 0, 64), ("v41", 2, 64), ("v41", 1, 64),
+    ((kinds, _),) = asked
+    assert [(config.model, config.compress_ratio, config.block_size) for config in kinds] == [
+        ("v41", 0, 64), ("v41", 1, 64), ("v41", 2, 64),
     ]  # fmt: skip
-    for config, _ in asked:
+    for config in kinds:
         assert (config.num_heads, config.topk, config.window, config.cache_layout) == (16, 512, 96, "v4_fp8")
 
 

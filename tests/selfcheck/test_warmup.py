@@ -234,7 +234,7 @@ def test_every_number_of_tokens(monkeypatch, rng, name, sms):
     heads = int(rng.choice([8, 16, 24, 32, 64, 128]))
     layer = Layer(gpu, SparseMLAConfig(heads, **{**CONFIGS[name], "mixed_below_heads": 129}))
     monkeypatch.setattr(warmup_module, "require_cupy", lambda why: layer.cupy)
-    ready = set(warmup_module.kernels_of(layer.config, 0))
+    ready = set(warmup_module.kernels_of([layer.config], 0))
     numbers = {*range(1, 300), *range(300, 8193, 23), 8192}
     monkeypatch.setattr(warmup_module, "query_tokens", lambda most: sorted(n for n in numbers if n <= most))
     late = {}

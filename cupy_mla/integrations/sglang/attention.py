@@ -32,7 +32,7 @@ def warm_up(made: None, self: Any, *args: Any, **kwargs: Any) -> None:
         block_size=self.physical_page_size, max_num_seqs=MOST_TOKENS, max_num_batched_tokens=MOST_TOKENS,
         cache_layout=layout_of_rows(self) or "bf16", max_model_len=self.max_context_len, model="v32",
     )  # fmt: skip
-    warm.up(layers, torch.device(self.device), logger)
+    warm.up([layers], torch.device(self.device), logger)
 
 
 def is_selected(prefill: str, decode: str) -> bool:

@@ -48,8 +48,7 @@ def replace(made: None, self: Any, *args: Any, **kwargs: Any) -> None:
         logger.warning("cupy_mla leaves DeepSeek-V4's attention to SGLang: ours reads no rows in its layout %s", name)
         return
     self._flash_mla_with_kvcache = partial(flash_mla_with_kvcache, layout)
-    for layers in layers_of(self, layout):
-        warm.up(layers, torch.device(self.device), logger)
+    warm.up(layers_of(self, layout), torch.device(self.device), logger)
 
 
 def layers_of(backend: Any, layout: CacheLayout) -> list[NamedLayers]:

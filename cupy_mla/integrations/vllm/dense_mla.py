@@ -66,7 +66,7 @@ class CupyMLADenseBuilder(StockBuilder):
         super().__init__(*args, **kwargs)
         # vLLM creates builders before it captures graphs. Ranks that share rows attend with the heads of all of them.
         heads, fp8 = self.num_heads * self.dcp_world_size, self.kv_cache_spec.dtype.itemsize == 1
-        warm.up(warm.dense_layers_of(self.vllm_config, heads, fp8), self.device)
+        warm.up([warm.dense_layers_of(self.vllm_config, heads, fp8)], self.device)
 
 
 class CupyMLADenseImpl(StockImpl):

@@ -182,7 +182,7 @@ class CupyMLASparseImpl(StockImpl):
             self.vllm_config, self.num_heads * self.dcp_world_size, lists.shape[1], layout,
             rope=self.qk_rope_head_dim > 0,
         )  # fmt: skip
-        warm.up(layers, lists.device)
+        warm.up([layers], lists.device)
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
         """vLLM calls this before a layer's step, in its profiling run without metadata."""

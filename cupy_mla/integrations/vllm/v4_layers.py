@@ -31,7 +31,7 @@ class V4Attention(StockAttention):
     """Our `forward_mqa`, and our choice of rows in layers with an indexer. It stands before vLLM's attention layer in a
     class's bases.
 
-    When one is created, before weights are loaded, the kernels of its kind of layers are compiled.
+    When the first one is created, before weights are loaded, the kernels of all kinds of layers are compiled.
     """
 
     model: ModelKind  # "v4" or "v41"
@@ -39,8 +39,8 @@ class V4Attention(StockAttention):
 
     def __init__(self, vllm_config: Any, *layer: Any, **more: Any) -> None:
         super().__init__(vllm_config, *layer, **more)
-        kind = warm.v4_layers_of(vllm_config, self.padded_heads, self.compress_ratio, self.model, self.max_image_tokens)
-        warm.up(kind, torch.device(vllm_config.device_config.device_type))
+        kinds = warm.v4_layers_of(vllm_config, self.padded_heads, self.model, self.max_image_tokens)
+        warm.up(kinds, torch.device(vllm_config.device_config.device_type))
         if self.indexer is not None:
             indexer.adopt_v4(self.indexer.indexer_op)
 

@@ -3,12 +3,13 @@ request."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ...arrays import aligned_up
-from ...config import DenseMLAConfig, SparseMLAConfig
+from ...config import RATIOS, DenseMLAConfig, SparseMLAConfig
 from ...cuda.paging import ceil_div
 from ...typing import CacheLayout, ModelKind
 from .. import warm
@@ -52,12 +53,11 @@ def dense_layers_of(vllm_config: Any, heads: int, fp8: bool) -> DenseMLAConfig:
     )  # fmt: skip
 
 
-def v4_layers_of(vllm_config: Any, heads: int, ratio: int, kind: ModelKind, image_tokens: int = 0) -> SparseMLAConfig:
-    """DeepSeek-V4's or V4.1's layers of one compress ratio.
+def v4_layers_of(vllm_config: Any, heads: int, kind: ModelKind, image_tokens: int = 0) -> list[SparseMLAConfig]:
+    """DeepSeek-V4's or V4.1's layers, of each compress ratio.
 
     Args:
         heads: query heads of a call.
-        ratio: as in `SparseMLAConfig`.
         kind: "v4" or "v41".
         image_tokens: of the largest image, whose tokens see one another.
     """
@@ -65,12 +65,15 @@ def v4_layers_of(vllm_config: Any, heads: int, ratio: int, kind: ModelKind, imag
     window = model.hf_config.sliding_window
     # Tokens that a draft model guesses see one another, too. Their lists are a window and they, rounded up.
     draft_tokens = aligned_up(window + more, DRAFT_LIST_ALIGN) - window if more else 0
-    return SparseMLAConfig(
-        heads, 512, topk=model.hf_config.index_topk, block_size=V4_PAGE[kind], cache_layout="v4_fp8",
-        max_num_seqs=scheduler.max_num_seqs, max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=model.max_model_len, num_speculative_tokens=more, compress_ratio=ratio, window=window, model=kind,
-        max_image_tokens=max(image_tokens, draft_tokens),
-    )  # fmt: skip
+    return [
+        SparseMLAConfig(
+            heads, 512, topk=model.hf_config.index_topk, block_size=V4_PAGE[kind], cache_layout="v4_fp8",
+            max_num_seqs=scheduler.max_num_seqs, max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=model.max_model_len, num_speculative_tokens=more, compress_ratio=ratio, window=window,
+            model=kind, max_image_tokens=max(image_tokens, draft_tokens),
+        )
+        for ratio in RATIOS[kind]
+    ]  # fmt: skip
 
 
 def _speculative(vllm_config: Any) -> int:
@@ -79,6 +82,6 @@ def _speculative(vllm_config: Any) -> int:
     return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
-def up(layers: SparseMLAConfig | DenseMLAConfig, device: torch.device) -> None:
+def up(kinds: Sequence[SparseMLAConfig | DenseMLAConfig], device: torch.device) -> None:
     """Compile and load the kernels of such layers, with lines in vLLM's log."""
-    warm.up(layers, device, logger)
+    warm.up(kinds, device, logger)
