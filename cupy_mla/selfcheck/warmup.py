@@ -68,7 +68,7 @@ def warmup(
         >>> config = cupy_mla.SparseMLAConfig(128, cache_layout="v32_fp8")
         >>> cupy_mla.warmup.warmup(config, progress=lambda ready, known: print(ready, "of", known))  # doctest: +SKIP
     """
-    configs: list[Any] = [*config] if isinstance(config, (list, tuple)) else [config]
+    configs = [*config] if isinstance(config, Sequence) and not isinstance(config, str) else [config]
     for one in configs:
         if not isinstance(one, DenseMLAConfig):
             require_instance("config", one, SparseMLAConfig)

@@ -246,6 +246,19 @@ def test_every_number_of_tokens(monkeypatch, rng, name, sms):
     assert late == {}
 
 
+@pytest.mark.parametrize("names", [("C1A of 528 bytes", "C2A of 528 and 288 bytes", "window"), ("v32", "dense")])
+def test_kinds_of_layers_together(gpu, monkeypatch, names):
+    """A call with several configs finds what calls with each of them find."""
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 3}
+    kinds: list = [SparseMLAConfig(64, **sizes, **CONFIGS[name]) for name in names if name != "dense"]
+    kinds += [DenseMLAConfig(16, cache_layout="plain_fp8", max_num_seqs=2)] * ("dense" in names)
+    monkeypatch.setattr(warmup_module, "require_cupy", lambda why: Layer(gpu, kinds[0]).cupy)
+    alone = [{*warmup_module.kernels_of([kind], 0)} for kind in kinds]
+    assert {*warmup_module.kernels_of(kinds, 0)} == set.union(*alone)
+    assert all(each - set.union(*alone[:i], *alone[i + 1 :]) for i, each in enumerate(alone))
+    forget_calls()
+
+
 @pytest.mark.parametrize("name", ["v32", "C2A"])
 def test_no_layer_loads_another_models_selection(gpu, monkeypatch, name):
     """Keys of MXFP4 and candidates are V4.1's; bfloat16 logits are nobody's."""

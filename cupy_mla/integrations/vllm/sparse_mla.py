@@ -170,6 +170,7 @@ class CupyMLASparseImpl(StockImpl):
             if self.dcp_world_size > 1:
                 raise NotImplementedError("attention sinks with decode context parallelism")
         self.vllm_config: Any = get_current_vllm_config()
+        self._profiled: bool = False  # whether vLLM's profiling run has come by
         if kwargs.get("indexer") is not None:
             indexer.adopt(kwargs["indexer"])
 
@@ -185,10 +186,12 @@ class CupyMLASparseImpl(StockImpl):
         warm.up([layers], lists.device)
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
-        """vLLM calls this before a layer's step, in its profiling run without metadata."""
+        """DeepSeek-V3.2's and GLM-5's layers call this before a step. The first one without metadata is vLLM's
+        profiling run; vLLM may have others later, as to capture graphs."""
         stock: Any = super()
         stock.prepare_for_batch(attn_metadata)
-        if attn_metadata is None and not short.captured():
+        if attn_metadata is None and not self._profiled and not short.captured():
+            self._profiled = True
             self.reserve_workspace()
 
     def reserve_workspace(self) -> None:
