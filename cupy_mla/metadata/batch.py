@@ -165,6 +165,17 @@ class BatchMetadata:
         return np.diff(self.query_start_loc)
 
     @cached_property
+    def token_requests(self) -> np.ndarray:
+        """int32 request of each query token, without padding."""
+        return np.repeat(np.arange(self.num_reqs, dtype=INT32), self.query_lens)
+
+    @cached_property
+    def token_positions(self) -> np.ndarray:
+        """int64 position of each query token in its sequence, by the lengths, without padding."""
+        request = self.token_requests
+        return self.seq_lens[request] - self.query_start_loc[request + 1] + np.arange(len(request))
+
+    @cached_property
     def max_query_len(self) -> int:
         """Query tokens of the request that has most; 0 without requests."""
         return int(self.query_lens.max(initial=0))
@@ -222,10 +233,14 @@ class BatchMetadata:
         """[R] the first position that each request's windows reach; without windows 0."""
         if window is None:
             return np.zeros_like(self.seq_lens)
-        first = np.maximum(self.seq_lens - self.query_lens - window + 1, 0)
-        if self.replay_start is not None:
-            first = np.minimum(np.maximum(first, self.replay_start), self.seq_lens)
-        return first
+        return self.from_replay_start(np.maximum(self.seq_lens - self.query_lens - window + 1, 0))
+
+    def from_replay_start(self, first: np.ndarray) -> np.ndarray:
+        """The first positions that windows of the first requests reach, not before `replay_start`."""
+        if self.replay_start is None:
+            return first
+        requests = len(first)
+        return np.minimum(np.maximum(first, self.replay_start[:requests]), self.seq_lens[:requests])
 
 
 def require_blocks(batch: BatchMetadata, first: np.ndarray, block_size: int, num_blocks: int) -> None:

@@ -145,7 +145,6 @@ class _Split(NamedTuple):
 
     Attributes:
         counts: decodes, prefills, decode tokens, prefill tokens.
-        request: the request of each query token, without tokens that pad the batch.
         seen: keys of its request that each query token sees. Tokens that pad decodes see 0; others that pad are left
             out.
         decodes: requests up to the last decode with tokens, and requests that are made of padding tokens.
@@ -153,11 +152,10 @@ class _Split(NamedTuple):
         places: [Td] the place of each decode token in [decodes, decode_len].
         chunks: of the prefills.
         cu_seq_lens: those of all chunks.
-        key_starts: for each token of `request` where the keys of its request start in the workspace.
+        key_starts: for each query token, without padding, where the keys of its request start in the workspace.
     """
 
     counts: tuple[int, int, int, int]
-    request: np.ndarray
     seen: np.ndarray
     decodes: int
     decode_len: int
@@ -279,11 +277,9 @@ class IndexerMetadataBuilder:
     def _split(self, batch: BatchMetadata) -> _Split:
         counts = split_decodes_and_prefills(batch, self.decode_threshold)
         num_decodes, _, decode_tokens, _ = counts
-        request = np.repeat(np.arange(batch.num_reqs), batch.query_lens)
-        token = np.arange(len(request))
+        request, token = batch.token_requests, np.arange(len(batch.token_requests))
         padding = max(decode_tokens - len(request), 0)
-        position = batch.seq_lens[request] - batch.query_start_loc[request + 1] + token
-        seen = (position + 1) // self.config.tokens_per_key
+        seen = (batch.token_positions + 1) // self.config.tokens_per_key
 
         of_decodes = slice(decode_tokens - padding)
         decodes = int(request[of_decodes][-1]) + 1 if decode_tokens > padding else 0
@@ -311,9 +307,7 @@ class IndexerMetadataBuilder:
                 cu_start, sums_len = sums_len, sums_len + len(sums[-1])
             base = int(batch.query_start_loc[first])
             chunks.append(_Chunk(first, end, slice(base + portion.start, base + portion.stop), cu_start))
-        return _Split(
-            counts, request, seen, decodes, decode_len, places, chunks, np.concatenate(sums), key_starts[request]
-        )  # fmt: skip
+        return _Split(counts, seen, decodes, decode_len, places, chunks, np.concatenate(sums), key_starts[request])
 
     def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata, split: _Split) -> int:
         """Fill the host's copies. Entries behind the batch get values that a captured graph can read safely."""
@@ -332,23 +326,17 @@ class IndexerMetadataBuilder:
         host["padded_rows"][split.places] = np.arange(decode_tokens)
         fill(host["token_rows"], split.places, 0)
         fill(host["cu_seq_lens"], split.cu_seq_lens, 0)
-        tokens = len(split.key_starts)
+        tokens, lens = len(split.key_starts), batch.token_positions + 1  # tokens that each query token sees
         if config.kpool > 1:
-            fill(host["token_context_lens"], batch.seq_lens[split.request] + self._from_end(batch, split), 0)
+            fill(host["token_context_lens"], lens, 0)
         fill(host["starts"], split.key_starts, 0)
         fill(host["ends"], split.key_starts + split.seen[:tokens], 0)
         fill(host["query_start_loc"], batch.query_start_loc, batch.num_actual_tokens)
-        fill(host["token_to_req"], split.request, 0)
-        fill(host["req_id"], split.request, 0)
+        fill(host["token_to_req"], batch.token_requests, 0)
+        fill(host["req_id"], batch.token_requests, 0)
         fill(host["seen"], split.seen, 0)
-        fill(host["from_end"], self._from_end(batch, split), 0)
+        fill(host["from_end"], lens - batch.seq_lens[batch.token_requests], 0)
         return fill_table(host["block_table"], batch)
-
-    @staticmethod
-    def _from_end(batch: BatchMetadata, split: _Split) -> np.ndarray:
-        """For each query token: the tokens that it sees minus the length of its sequence. 0 for a request's last
-        token."""
-        return np.arange(len(split.request)) - batch.query_start_loc[split.request + 1] + 1
 
     def _recompute(self, batch: BatchMetadata, split: _Split, seq_lens: Any) -> None:
         """Compute on the device what follows from lengths that only the device knows: the keys that query tokens see,

@@ -359,7 +359,7 @@ class SparseMLAMetadataBuilder:
     ) -> int:
         """Fill the host's copies. Entries behind the batch get values that a captured graph can read safely."""
         requests, tokens = batch.num_reqs, batch.num_actual_tokens
-        req_id = np.repeat(np.arange(requests, dtype=INT32), batch.query_lens)
+        req_id = batch.token_requests
         fill(host["query_start_loc"], batch.query_start_loc, tokens)
         fill(host["seq_lens"], batch.seq_lens, 0)
         fill(host["dense_lens"], () if dense is None else batch.seq_lens[: dense.live], 0)

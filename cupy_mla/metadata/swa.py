@@ -288,22 +288,19 @@ class SparseSWAMetadataBuilder:
             )
         if self.num_blocks is None:
             return
-        starts, ends = batch.query_start_loc, batch.seq_lens[:num_decodes]
-        request = np.repeat(np.arange(num_decodes), batch.query_lens[:num_decodes])
-        position = ends[request] - starts[request + 1] + np.arange(len(request))
-        first = ends.astype(np.int64)
-        np.minimum.at(first, request, position - np.maximum(left[: len(request)], window - 1))
-        if batch.replay_start is not None:
-            first = np.minimum(np.maximum(first, batch.replay_start[:num_decodes]), ends)
-        require_blocks(batch, np.maximum(first, 0), self.config.block_size, self.num_blocks)
+        first = batch.seq_lens[:num_decodes].astype(np.int64)
+        of_decodes = slice(batch.query_start_loc[num_decodes])
+        reached = batch.token_positions[of_decodes] - np.maximum(left, window - 1)[of_decodes]
+        np.minimum.at(first, batch.token_requests[of_decodes], reached)
+        first = np.maximum(batch.from_replay_start(first), 0)
+        require_blocks(batch, first, self.config.block_size, self.num_blocks)
 
     def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata) -> int:
         """Fill the host's copies. Entries behind the batch get values that a captured graph can read safely."""
-        requests, tokens = batch.num_reqs, batch.num_actual_tokens
-        fill(host["query_start_loc"], batch.query_start_loc, tokens)
+        fill(host["query_start_loc"], batch.query_start_loc, batch.num_actual_tokens)
         fill(host["seq_lens"], batch.seq_lens, 0)
         fill(host["slot_mapping"], batch.slot_mapping, -1)
-        fill(host["token_to_req"], np.repeat(np.arange(requests, dtype=INT32), batch.query_lens), 0)
+        fill(host["token_to_req"], batch.token_requests, 0)
         fill(host["is_valid_token"], batch.slot_mapping >= 0, 0)
         fill(host["replay_start"], () if batch.replay_start is None else batch.replay_start, 0)
         if self.config.max_image_tokens:
