@@ -4,6 +4,7 @@ attention and indexer, over several steps on one buffer."""
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -147,15 +148,21 @@ def test_steps(adapter, rng, ratios: tuple[int, ...], names: list[str]) -> None:
             assert_result(out[:, :HEADS].float().numpy(), asked.want[number])
 
 
+def chosen(layers: list[Any], asked: Asked) -> Iterator[tuple[int, Any]]:
+    """The layers that choose rows of their own, after each has done so: number, and what it is asked."""
+    for number in INDEX_SOURCES:
+        asks = asked.choices[number]
+        layers[number].indexer.indexer_op(asked.q[0][:, 0], asks.q, None, asks.weights)
+        yield number, asks
+
+
 def test_each_rank_has_all_candidate_blocks(adapter, rng, monkeypatch) -> None:
     """In a tensor-parallel group that divides the prefills' tokens, layers with candidate blocks choose for all."""
     monkeypatch.setattr(loaded("vllm.model_executor.layers.sparse_attn_indexer").PrefillRowShard, "half", 3)
     model = Model(rng, HEADS)
     layers, asked = holding(made(), model), model.step("prefills after decodes")
     loaded("vllm.forward_context").context.attn_metadata = metadata_of(layers, asked)
-    for number in INDEX_SOURCES:
-        asks = asked.choices[number]
-        layers[number].indexer.indexer_op(asked.q[0][:, 0], asks.q, None, asks.weights)
+    for number, asks in chosen(layers, asked):
         shared_out = (model.chosen[:3] == 7).all()
         assert shared_out == (number < CANDIDATE_SOURCE)
         assert torch.equal(model.chosen[3 : len(asks.lists)], asks.lists[3:])
@@ -173,9 +180,7 @@ def test_logits_take_no_more_memory_than_vllm_allows(adapter, rng, monkeypatch) 
     model = Model(rng, HEADS)
     layers, asked = holding(made(), model), model.step("both")
     loaded("vllm.forward_context").context.attn_metadata = metadata_of(layers, asked)
-    for number in INDEX_SOURCES:
-        asks = asked.choices[number]
-        layers[number].indexer.indexer_op(asked.q[0][:, 0], asks.q, None, asks.weights)
+    assert [number for number, _ in chosen(layers, asked)] == [*INDEX_SOURCES]
     assert len(most) >= 2 * len(INDEX_SOURCES)
     assert {*most} == {3 << 20}
 
