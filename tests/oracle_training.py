@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -91,15 +92,15 @@ def loss(a: Loss) -> float:
     return a.coeff * sum(found) / a.divisor()
 
 
-def gradients(a: Loss) -> dict[str, Sum]:
-    """dq_index, dk_index and dw."""
+def gradients(a: Loss, changed: Callable[[int, np.ndarray], np.ndarray] = lambda i, d: d) -> dict[str, Sum]:
+    """dq_index, dk_index and dw. `changed(i, d)` is multiplied in the place of token i's dI [n]."""
     shapes = {"dq_index": a.q.shape, "dk_index": a.k.shape, "dw": a.w.shape}
     result = {name: Sum(np.zeros(shape), np.zeros(shape)) for name, shape in shapes.items()}
     for i in range(len(a.q)):
         if len(a.support(i)) == 0:
             continue
         entries, z, p, pred, *_ = token(a, i)
-        d_scores = a.coeff / a.divisor() * (pred - p)
+        d_scores = changed(i, a.coeff / a.divisor() * (pred - p)).astype(np.float64)
         on = (z > 0).astype(np.float64) if a.relu else np.ones_like(z)
         dz = d_scores * a.w[i].astype(np.float64)[:, None] * on
         q, rows = a.scored(i)  # straight through: what is rounded has the gradient of what it is rounded to

@@ -114,10 +114,9 @@ def check(kind: NumPy, a: Loss, dtype: np.dtype = BF16, gaps: tuple[int, ...] | 
 
 
 def check_gradient(got: np.ndarray, want: Sum, name: str) -> None:
-    """One of GRADIENTS. For dw, whose values are few and each the one sum of a head, rounded summands may leave more
-    than the cosine difference allows: where they cancel, or happen to be rounded the same way."""
-    rounding = left_by_rounding(want.squares) if name == "dw" else 0.0
-    assert_close_to_sum(got, want.value, want.squares, 1e-5, name, rounding)
+    """One of GRADIENTS. Rounded summands may leave more than the cosine difference allows, where they cancel: heads of
+    a dw of few values, or a key that one list names several times, with targets above and below what is predicted."""
+    assert_close_to_sum(got, want.value, want.squares, 1e-5, name, left_by_rounding(want.squares))
 
 
 # The root mean square of the relative error of rounding to bfloat16. A value is m times a power of two, 1 <= m < 2, and
@@ -127,16 +126,15 @@ BF16_ERROR = 2.0**-8 / math.sqrt(8 * math.log(2))
 
 
 def left_by_rounding(squares: np.ndarray) -> float:
-    """The norm of the error of dw [tokens, heads] that rounding each dI to bfloat16 once leaves, except by a chance of
-    about one in a million.
+    """The norm of the error that rounding each dI to bfloat16 leaves, except by a chance of about one in a million.
 
     Args:
-        squares: sums of the squares of the summands, `dI * relu(z)`.
+        squares: sums of the squares of the summands, [tokens, ...] of dw and dq_index, [keys, 128] of dk_index.
     """
-    # The heads of a token share dI, so a token's errors may all lie in one direction: 5 standard deviations of one
-    # such, and less of more.
-    of_tokens = squares.sum(axis=1)
-    return BF16_ERROR * float(np.sqrt(of_tokens.sum()) + 4 * np.sqrt(of_tokens.max(initial=0.0)))
+    # What belongs to a token, or to a key, shares dI: its errors may all lie in one direction. So 5 standard deviations
+    # of one such, and less of more.
+    of_rows = squares.reshape(len(squares), -1).sum(axis=1)
+    return BF16_ERROR * float(np.sqrt(of_rows.sum()) + 4 * np.sqrt(of_rows.max(initial=0.0)))
 
 
 def check_loss(kind: NumPy, got: Any, a: Loss) -> None:

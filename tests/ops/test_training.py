@@ -3,8 +3,6 @@ differences."""
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -62,37 +60,58 @@ def nearest_kink(a: oracle.Loss) -> float:
     return min(product.min() for product in products)
 
 
-@pytest.mark.parametrize(
-    ("heads", "fault"),
-    [
-        *itertools.product((1, 20), (None, "lost summand", "doubled summand", "what no element shows")),
-        (20, "wrong scale"),
-    ],
-)
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("heads", [1, 20])
 @pytest.mark.parametrize("relu", [True, False])
-def test_check_of_dw(rng, heads, relu, fault):
-    """It allows that each dI is rounded to bfloat16, and finds faults that are greater."""
+def test_check_allows_rounding(rng, heads, relu, name):
+    """Each dI is rounded to bfloat16; those of a key that a list names often nearly cancel."""
+    a = inputs(rng, 1, heads, 2, 12, relu=relu)._replace(k=rng.standard_normal((2, 128)).astype(BF16))
+    a.indices[:] = 0
+    a.indices[0, 0] = 1
+    share = 0.99 * oracle.token(a, 0).pred[0]
+    a.target[0, 0] = share / (1 - share) * a.target[0, 1:].sum()
+    want, got = oracle.gradients(a)[name], oracle.gradients(a, lambda i, d: d.astype(BF16))[name].value
+    check_gradient(got, want, name)
+
+
+@pytest.mark.parametrize("fault", ["lost dI", "doubled dI", "wrong scale", "what no element shows"])
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("heads", [1, 20])
+@pytest.mark.parametrize("relu", [True, False])
+def test_check_finds_faults(rng, heads, relu, name, fault):
     a = with_everything(rng, of_all_sizes(rng, inputs(rng, 5, heads, 60, 90, relu=relu)))
-    want = oracle.gradients(a)["dw"]
-    got = np.zeros_like(want.value)
-    i = int(want.squares.sum(axis=1).argmax())
-    for n in (n for n in range(5) if len(a.support(n))):
-        _, z, p, pred, *_ = oracle.token(a, n)
-        d_scores = a.coeff / a.divisor() * (pred - p)
-        summands = d_scores.astype(BF16).astype(np.float64) * (np.maximum(z, 0) if relu else z)
-        largest = np.abs(summands).sum(axis=0).argmax()
-        if n == i and "summand" in str(fault):
-            summands[:, largest] *= 0 if fault == "lost summand" else 2
-        got[n] = summands.sum(axis=1)
-    if fault is None:
-        check_gradient(got, want, "dw")
-        return
-    if fault == "wrong scale":  # of one head
-        got[np.unravel_index(np.abs(got).argmax(), got.shape)] *= 1.25
+    want, largest = oracle.gradients(a)[name], largest_dI(a, name)
+
+    def changed(i: int, d: np.ndarray) -> np.ndarray:
+        d = d.astype(BF16)
+        if i == largest[0] and "dI" in fault:
+            d[largest[1]] *= 2 if fault == "doubled dI" else 0
+        return d
+
+    got = oracle.gradients(a, changed)[name].value
+    check_gradient(oracle.gradients(a, lambda i, d: d.astype(BF16))[name].value, want, name)
+    if fault == "wrong scale":  # where it cancels least
+        got[np.unravel_index((np.abs(got) / np.sqrt(want.squares + 1e-30)).argmax(), got.shape)] *= 1.25
     elif fault == "what no element shows":
         got = want.value + 0.029 * np.sqrt(want.squares) * rng.choice([-1, 1], got.shape)
-    with pytest.raises(AssertionError, match="cosine" if fault == "what no element shows" else "dw"):
-        check_gradient(got, want, "dw")
+    with pytest.raises(AssertionError, match="cosine" if fault == "what no element shows" else name):
+        check_gradient(got, want, name)
+
+
+def largest_dI(a: oracle.Loss, name: str) -> tuple[int, int]:
+    """The token, and the place among its entries, whose dI makes the largest part of a gradient."""
+    sizes = {}
+    for i in (i for i in range(len(a.q)) if len(a.support(i))):
+        _, z, p, pred, *_ = oracle.token(a, i)
+        q, keys = a.scored(i)
+        on = (z > 0) | (not a.relu)
+        of = {
+            "dq_index": np.linalg.norm(a.w[i][:, None] * on, axis=0) * np.linalg.norm(keys, axis=1),
+            "dk_index": np.linalg.norm((a.w[i][:, None] * on).T @ q, axis=1),
+            "dw": np.linalg.norm(on * z, axis=0),
+        }
+        sizes |= {(i, j): size for j, size in enumerate(np.abs(pred - p) * of[name])}
+    return max(sizes, key=lambda place: sizes[place])
 
 
 # --- results --------------------------------------------------------------------------------------------------
