@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ import cupy
 from harness import Options, Record
 
 from cupy_mla import warmup
-from cupy_mla.config import DenseMLAConfig, SparseMLAConfig
+from cupy_mla.config import LayerConfig
 from cupy_mla.integrations.vllm import warm
 
 SEQS, TOKENS, LENGTH = 256, 8192, 163840
@@ -37,11 +38,11 @@ ENGINE = SimpleNamespace(
         max_model_len=LENGTH, hf_config=SimpleNamespace(index_topk=V4_TOPK, sliding_window=V4_WINDOW)
     ),
 )  # fmt: skip
-CONFIGS: dict[str, list[SparseMLAConfig | DenseMLAConfig]] = {
+CONFIGS: dict[str, Sequence[LayerConfig]] = {
     "V3.2, FP8 cache": [warm.layers_of(ENGINE, HEADS, TOPK, "v32_fp8", rope=True)],
     "V3.2, bf16 cache": [warm.layers_of(ENGINE, HEADS, TOPK, "bf16", rope=True)],
-    "V4": [*warm.v4_layers_of(ENGINE, HEADS, "v4")],
-    "V4.1": [*warm.v4_layers_of(ENGINE, HEADS, "v41")],
+    "V4": warm.v4_layers_of(ENGINE, HEADS, "v4"),
+    "V4.1": warm.v4_layers_of(ENGINE, HEADS, "v41"),
     "V3, bf16 cache": [warm.dense_layers_of(ENGINE, HEADS, fp8=False)],
 }
 QUICK = "V3.2, FP8 cache"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from .bridges import require_cupy
 from .checks.options import require_choice
-from .config import RATIOS, DenseMLAConfig, SparseMLAConfig
+from .config import RATIOS, DenseMLAConfig, LayerConfig, SparseMLAConfig
 from .layouts import DENSE_LAYOUTS, OF_V41, QUANTIZED_OF_V4, QUANTIZED_OF_V32, Layout, by_name, names
 from .selfcheck import report
 from .selfcheck.warmup import warmup
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig | DenseMLAConfig]:
+def configs(options: argparse.Namespace) -> Iterator[LayerConfig]:
     """The configs that the command line of `warmup` names."""
     for name in options.layout:
         require_choice("layout", name, names(DENSE_LAYOUTS) if options.dense else names())

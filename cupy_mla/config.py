@@ -259,3 +259,6 @@ class DenseMLAConfig:
     def layout(self) -> layouts.Layout:
         """The `Layout` of the cache."""
         return layouts.by_name(self.cache_layout, self.d_qk)
+
+
+LayerConfig = SparseMLAConfig | DenseMLAConfig  # one kind of layers

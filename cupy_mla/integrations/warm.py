@@ -10,17 +10,15 @@ from functools import cache
 
 import torch
 
-from ..config import DenseMLAConfig, SparseMLAConfig
+from ..config import LayerConfig, SparseMLAConfig
 from ..warmup import warmup
 
 SECONDS = 3.0  # least time between two lines of the log
 
-Layers = SparseMLAConfig | DenseMLAConfig
-
-_ready: set[tuple[tuple[Layers, ...], int]] = set()
+_ready: set[tuple[tuple[LayerConfig, ...], int]] = set()
 
 
-def up(kinds: Sequence[Layers], device: torch.device, logger: logging.Logger) -> None:
+def up(kinds: Sequence[LayerConfig], device: torch.device, logger: logging.Logger) -> None:
     """Compile and load the kernels of a model's layers, unless this process has done so. On the CPU nothing is done.
 
     Args:
@@ -49,7 +47,7 @@ def up(kinds: Sequence[Layers], device: torch.device, logger: logging.Logger) ->
     logger.info("cupy_mla: %d kernels are ready after %.1f s", len(kernels), time.perf_counter() - start)
 
 
-def _described(layers: Layers) -> str:
+def _described(layers: LayerConfig) -> str:
     what = f"{layers.num_heads} heads over {layers.cache_layout} rows"
     if isinstance(layers, SparseMLAConfig):
         what += f", topk {layers.topk}"

@@ -14,7 +14,7 @@ import numpy as np
 from ..bridges import Place, require_cupy
 from ..calls.operation import listing
 from ..checks.options import require_instance, require_integer
-from ..config import DenseMLAConfig, SparseMLAConfig
+from ..config import DenseMLAConfig, LayerConfig, SparseMLAConfig
 from ..cuda import all_kernels, driver, indices, logits, logits_sm90, topk
 from ..cuda.attention.choose import DENSE_KERNELS, PORTABLE, choosing_all
 from ..cuda.attention.kernels import bf16_cluster_sm90, combine, dense_combine, fp8_sm90
@@ -38,11 +38,9 @@ MOST_THREADS = 16  # that compile at a time
 MANY_ROWS = 1 << 20  # of a cache that is larger than L2: prefills over it may sort lists
 SELECTING = (logits.PORTABLE, logits.SM90, "topk")  # kernels of the indexer's selection
 
-Config = SparseMLAConfig | DenseMLAConfig
-
 
 def warmup(
-    config: Config | Sequence[Config], device: int = 0, *, progress: Callable[[int, int], None] | None = None
+    config: LayerConfig | Sequence[LayerConfig], device: int = 0, *, progress: Callable[[int, int], None] | None = None
 ) -> list[Kernel]:
     """Compile (or take from CuPy's disk cache) and load the kernels that layers of a config need, on one GPU.
 
@@ -100,7 +98,7 @@ def load_all(
     return len(loads)
 
 
-def kernels_of(configs: Sequence[Config], device: int) -> Iterator[Kernel]:
+def kernels_of(configs: Sequence[LayerConfig], device: int) -> Iterator[Kernel]:
     """Every kernel that layers of some configs may launch on a GPU; some occur more than once.
 
     Example calls find them, but no call is made:
@@ -143,7 +141,7 @@ def _listed(calls: Iterator[Callable[[], Any]]) -> Iterator[Kernel]:
         yield from found
 
 
-def _cluster_kernels(config: Config) -> Iterator[Kernel]:
+def _cluster_kernels(config: LayerConfig) -> Iterator[Kernel]:
     """The kernels that `Gpu.clusters_at_once` is asked about."""
     yield fp8_sm90.cluster_kernel() if config.layout.quantized else bf16_cluster_sm90.cluster_kernel()
     if isinstance(config, SparseMLAConfig):
@@ -273,7 +271,7 @@ def _lengths(config: SparseMLAConfig, lengths: Any) -> list[Any]:
     return [lengths] if config.is_v4 else [None, lengths]
 
 
-def _dense(cupy: ModuleType, config: Config) -> Iterator[Callable[[], Any]]:
+def _dense(cupy: ModuleType, config: LayerConfig) -> Iterator[Callable[[], Any]]:
     """Calls of dense decode, with block tables for the longest sequences and requests without a row."""
     layout = config.layout
     width = ceil_div(config.max_model_len, config.block_size)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...arrays import aligned_up
-from ...config import RATIOS, DenseMLAConfig, SparseMLAConfig
+from ...config import RATIOS, DenseMLAConfig, LayerConfig, SparseMLAConfig
 from ...cuda.paging import ceil_div
 from ...typing import CacheLayout, ModelKind
 from .. import warm
@@ -82,6 +82,6 @@ def _speculative(vllm_config: Any) -> int:
     return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
-def up(kinds: Sequence[SparseMLAConfig | DenseMLAConfig], device: torch.device) -> None:
+def up(kinds: Sequence[LayerConfig], device: torch.device) -> None:
     """Compile and load the kernels of such layers, with lines in vLLM's log."""
     warm.up(kinds, device, logger)
